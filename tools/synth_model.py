@@ -1,4 +1,4 @@
-"""Write a mixture-of-experts GGUF of a real model's shapes with random weights, for measuring and testing.
+"""Write a GGUF of a real mixture-of-experts model's shapes with random weights, for measuring and testing.
 
 Quantised blocks are random bytes with sensible scales, so a gigabyte is written in seconds and a forward pass
 stays finite. The tokenizer is copied from a real model: a server loads the file and answers (nonsense).
@@ -18,7 +18,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a qwen3moe model."""
+    """Sizes of a qwen3moe model; with 0 experts, of the dense qwen3 model that it would be."""
 
     layers: int
     embedding: int
@@ -33,6 +33,7 @@ class Shape:
 SHAPES = {
     "qwen3-30b-a3b": Shape(48, 2048, 32, 4, 128, 128, 8, 768),
     "tiny": Shape(3, 512, 4, 2, 64, 16, 4, 256),
+    "dense": Shape(2, 512, 4, 2, 64, 0, 0, 512),
 }
 TYPES = {"q4_k": Q.Q4_K, "q6_k": Q.Q6_K, "q8_0": Q.Q8_0, "q4_0": Q.Q4_0}
 BLOCK = {Q.Q4_K: (256, 144), Q.Q6_K: (256, 210), Q.Q8_0: (32, 34), Q.Q4_0: (32, 18)}  # weights, bytes
@@ -76,11 +77,20 @@ def tensors(shape: Shape, vocab: int, expert_type: Q) -> list[tuple[str, tuple[i
             ("attn_k", (kv_size, e), Q.Q4_K),
             ("attn_v", (kv_size, e), Q.Q6_K),
             ("attn_output", (e, q_size), Q.Q4_K),
-            ("ffn_gate_inp", (shape.experts, e), Q.F32),
-            ("ffn_gate_exps", (shape.experts, shape.expert_size, e), expert_type),
-            ("ffn_up_exps", (shape.experts, shape.expert_size, e), expert_type),
-            ("ffn_down_exps", (shape.experts, e, shape.expert_size), expert_type),
         ]
+        if shape.experts:
+            layer += [
+                ("ffn_gate_inp", (shape.experts, e), Q.F32),
+                ("ffn_gate_exps", (shape.experts, shape.expert_size, e), expert_type),
+                ("ffn_up_exps", (shape.experts, shape.expert_size, e), expert_type),
+                ("ffn_down_exps", (shape.experts, e, shape.expert_size), expert_type),
+            ]
+        else:
+            layer += [
+                ("ffn_gate", (shape.expert_size, e), Q.Q4_K),
+                ("ffn_up", (shape.expert_size, e), Q.Q4_K),
+                ("ffn_down", (e, shape.expert_size), Q.Q4_K),
+            ]
         found += [(f"blk.{i}.{name}.weight", size, kind) for name, size, kind in layer]
     return found
 
@@ -99,21 +109,22 @@ def copy_tokenizer(writer: GGUFWriter, source: Path) -> int:
 def write_model(out: Path, shape: Shape, expert_type: str, tokenizer: Path, seed: int = 0) -> None:
     """Write the model to `out`; the same arguments give the same bytes."""
     pool = BlockPool(seed)
-    writer = GGUFWriter(str(out), "qwen3moe")
+    writer = GGUFWriter(str(out), "qwen3moe" if shape.experts else "qwen3")
     writer.add_name(f"synthetic-{shape.layers}x{shape.experts}-{expert_type}")
     writer.add_block_count(shape.layers)
     writer.add_context_length(32768)
     writer.add_embedding_length(shape.embedding)
-    writer.add_feed_forward_length(shape.expert_size * shape.experts_used)
+    writer.add_feed_forward_length(shape.expert_size * max(1, shape.experts_used))
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_size)
     writer.add_value_length(shape.head_size)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
-    writer.add_expert_count(shape.experts)
-    writer.add_expert_used_count(shape.experts_used)
-    writer.add_expert_feed_forward_length(shape.expert_size)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_used)
+        writer.add_expert_feed_forward_length(shape.expert_size)
     plan = tensors(shape, copy_tokenizer(writer, tokenizer), TYPES[expert_type])
     for name, size, kind in plan:
         if kind == Q.F32:

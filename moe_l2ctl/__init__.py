@@ -1,0 +1,1 @@
+"""moe-l2ctl: controls and inspects a running moe-l2d."""

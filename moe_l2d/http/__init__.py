@@ -1,0 +1,1 @@
+"""The public side: HTTP on TCP, in OpenAI's shapes."""

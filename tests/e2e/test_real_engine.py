@@ -1,0 +1,158 @@
+"""The whole service over the real engine: deaths, clients that leave, models that are broken or no MoE."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from conftest import is_running, wait_until
+
+from tools.live import DEMO_MODEL, ENGINE_DIR, NATIVE_DIR, ROOT, Live, chat, children, live, toml
+from tools.synth_model import SHAPES, write_model
+
+LONG = chat("Write a Python function called isleap.", max_tokens=900, stream=True, ignore_eos=True)
+
+
+@contextmanager
+def streaming(daemon: Live) -> Iterator[http.client.HTTPResponse]:
+    """A streaming request of which the first chunk has arrived; at the end the client hangs up."""
+    connection = daemon.connection()
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(LONG), {"Content-Type": "application/json"})
+        with connection.getresponse() as answer:
+            assert answer.status == 200
+            assert answer.read1(1 << 16).startswith(b"data: ")
+            yield answer
+    finally:
+        connection.close()
+
+
+def busy_slots(daemon: Live) -> int:
+    return sum(slot["is_processing"] for slot in daemon.get("/slots")[1])
+
+
+def test_restarted_engine_reads_no_expert_twice(short_dir: Path) -> None:
+    """kill -9 of the engine in mid-stream ends the stream with an error event; the next engine finds the arena warm."""
+    with live(short_dir) as daemon:
+        daemon.wait_ready()
+        status, before = daemon.post("/v1/chat/completions", chat("Solve the equation 7x + 12 = 68."))
+        assert status == 200
+        wait_until(lambda: daemon.arena()["resident"] == daemon.arena()["experts"], 60)  # preload has come to its end
+        read = daemon.arena()["bytes_read"]
+        assert read > 0
+        with streaming(daemon) as answer:
+            engine = daemon.ctl("status")["engine"]["pid"]
+            os.kill(engine, signal.SIGKILL)
+            rest = answer.read().decode()
+        last = [line for line in rest.splitlines() if line.startswith("data: ")][-1]
+        assert "error" in json.loads(last.removeprefix("data: ")), last
+        daemon.wait_ready()
+        assert daemon.ctl("status")["engine"]["pid"] != engine
+        status, after = daemon.post("/v1/chat/completions", chat("Solve the equation 7x + 12 = 68."))
+        assert status == 200
+        assert after["choices"][0]["message"] == before["choices"][0]["message"]
+        assert daemon.arena()["bytes_read"] == read
+        assert daemon.ctl("stats")["engine_restarts"] == 1
+
+
+def test_lazy_arena_reads_only_what_is_used(short_dir: Path) -> None:
+    """Without preload an expert is read at its first use only; starting uses a few (the engine tries its context)."""
+    with live(short_dir, arena={"preload": "none"}) as daemon:
+        daemon.wait_ready()
+        assert daemon.arena()["resident"] < daemon.arena()["experts"] / 4
+        assert daemon.post("/v1/chat/completions", chat("写一首诗。"))[0] == 200
+        first = daemon.arena()
+        assert first["misses"] == first["resident"] > 0
+        assert first["resident"] < first["experts"]
+        assert daemon.post("/v1/chat/completions", chat("写一首诗。", cache_prompt=False))[0] == 200
+        second = daemon.arena()
+        assert second["bytes_read"] == first["bytes_read"]
+        assert second["lookups"] > first["lookups"]
+        assert second["hits"] - first["hits"] == second["lookups"] - first["lookups"]
+
+
+def test_killed_daemon_leaves_nothing(short_dir: Path) -> None:
+    """kill -9 of the daemon takes the engine with it; the next daemon starts over its leftovers."""
+    with live(short_dir) as daemon:
+        daemon.wait_ready()
+        with streaming(daemon):
+            engines = children(daemon.process.pid)
+            assert len(engines) == 1
+            daemon.process.kill()
+            daemon.process.wait()
+            wait_until(lambda: not is_running(engines[0]), 2)
+    with live(short_dir) as daemon:
+        daemon.wait_ready()
+        assert daemon.post("/v1/chat/completions", chat("写一首诗。"))[0] == 200
+
+
+def test_client_that_leaves_frees_the_slot(short_dir: Path) -> None:
+    """A client that hangs up in mid-stream has its slot freed within a second."""
+    with live(short_dir) as daemon:
+        daemon.wait_ready()
+        with streaming(daemon):
+            assert busy_slots(daemon) == 1
+        left = time.monotonic()
+        wait_until(lambda: busy_slots(daemon) == 0, 1.0)
+        assert time.monotonic() - left < 1.0
+
+
+def run_daemon(folder: Path, model: Path) -> subprocess.CompletedProcess[str]:
+    """Start the daemon on a model that it must refuse."""
+    (folder / "run").mkdir(exist_ok=True)
+    config = folder / "moe-l2.toml"
+    config.write_text(toml({
+        "server": {"listen": "127.0.0.1:0"},
+        "model": {"path": str(model)},
+        "engine": {"dir": str(ENGINE_DIR)},
+        "paths": {"runtime_dir": f"{folder}/run", "state_dir": str(folder), "models_dir": str(folder)},
+    }))  # fmt: skip
+    env = {**os.environ, "MOE_L2_NATIVE_DIR": str(NATIVE_DIR)}
+    command = [sys.executable, "-m", "moe_l2d", "--config", str(config)]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_truncated_model_is_refused(short_dir: Path) -> None:
+    """A model file that ends too early is refused in one sentence with the numbers, and nothing stays running."""
+    model = short_dir / "cut.gguf"
+    whole = DEMO_MODEL.read_bytes()
+    model.write_bytes(whole[: len(whole) * 2 // 3])
+    done = run_daemon(short_dir, model)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "cut.gguf" in last
+    assert str(len(whole) * 2 // 3) in last.replace(",", "")
+    assert "Traceback" not in done.stderr
+
+
+def test_model_without_experts_is_served_plainly(short_dir: Path) -> None:
+    """A GGUF that is no mixture of experts is served, and status says that the arena has no part in it."""
+    model = short_dir / "dense.gguf"
+    write_model(model, SHAPES["dense"], "q4_k", DEMO_MODEL)
+    with live(short_dir, model) as daemon:
+        daemon.wait_ready()
+        assert daemon.post("/v1/chat/completions", chat("Hello", max_tokens=4))[0] == 200
+        status = daemon.ctl("status")
+        assert status["model"]["moe"] is False
+        assert any("no experts" in warning for warning in status["warnings"])
+        assert daemon.ctl("stats")["arena"] is None
+
+
+def test_embeddings_beside_chat(short_dir: Path) -> None:
+    """With engine.embeddings the same engine makes embeddings and chats."""
+    with live(short_dir, engine={"dir": str(ENGINE_DIR), "embeddings": True}) as daemon:
+        daemon.wait_ready()
+        status, answer = daemon.post("/v1/embeddings", {"input": ["one", "two"], "model": "auto"})
+        assert status == 200
+        vectors = [item["embedding"] for item in answer["data"]]
+        assert len(vectors) == 2
+        assert vectors[0] != vectors[1]
+        assert daemon.post("/v1/chat/completions", chat("写一首诗。", max_tokens=8))[0] == 200
