@@ -237,11 +237,9 @@ def test_leaving_behind_the_last_event_is_no_leaving() -> None:
 
     async def run() -> None:
         async with rig(handler) as r:
-            async with r.post(json=CHAT) as answer:
-                async for line in answer.content:
-                    if line.startswith(b"data: [DONE]"):
-                        break
-                answer.close()
+            reader, writer = await r.raw_chat()
+            await reader.readuntil(b"[DONE]\n\n")
+            writer.close()
             await until(lambda: r.stats.records)
             assert [x.outcome for x in r.stats.records] == ["ok"]
 
