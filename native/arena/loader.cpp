@@ -101,6 +101,8 @@ bool Loader::load(uint32_t layer, const std::vector<uint32_t> & experts) {
     }
     bool ok = true;
     for (uint32_t expert : experts) {
+        /* A worker that took it from the queue may not have begun yet, so it would look ABSENT: begin it here then. */
+        read_expert({layer, expert}, false);
         ok = moe_l2_wait_ready(arena, layer, expert) == MOE_L2_OK && ok;
     }
     demand_running.fetch_sub(1);

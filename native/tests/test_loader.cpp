@@ -99,6 +99,19 @@ void truncated() {
     CHECK(b.loader->load(0, {38})); /* the others still serve */
 }
 
+/* A worker may have taken an expert from the queue and not yet begun it when load() finds the queue empty. */
+void nobody_is_overlooked() {
+    Bench b;
+    for (int round = 0; round < 20000; round++) {
+        const auto e = (uint32_t) round % (kExperts - 2);
+        CHECK(b.loader->load(0, {e, e + 1, e + 2}));
+        CHECK(moe_l2_arena_drop(b.arena) == MOE_L2_OK);
+        for (uint32_t kind : {MOE_L2_UP, MOE_L2_DOWN}) {
+            moe_l2_set_layout(b.arena, 0, kind, MOE_L2_LAYOUT_FILE);
+        }
+    }
+}
+
 void preloads_all() {
     Bench b;
     for (uint32_t e = 0; e < kExperts; e++) {
@@ -147,6 +160,7 @@ int main() {
         {"the experts asked for are read into their slots, and none twice", loads_what_is_asked},
         {"tensors in another layout than the file's go through the arranger, the others do not", arranges},
         {"a file that ends too early is said in a sentence, and the rest stays usable", truncated},
+        {"no expert is overlooked between the queue and its loading", nobody_is_overlooked},
         {"preload fills the arena around demand loads", preloads_all},
         {"preload gives up what cannot be read", preload_gives_up},
         {"preload keeps to its rate", preload_keeps_its_bound},
