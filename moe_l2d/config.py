@@ -7,6 +7,7 @@ etc/moe-l2.toml shows the same to people and a test compares the two.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import tomllib
 from collections.abc import Callable, Mapping
@@ -52,6 +53,7 @@ def split_address(key: str, value: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+@functools.lru_cache(maxsize=256)  # asked twice for each HTTP request
 def is_loopback(host: str) -> bool:
     """Is it a name or address (IPv6 without brackets) of this machine's loopback?"""
     name = host.lower().removesuffix(".")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -66,7 +65,7 @@ class Call(Protocol):
     def understand(self, body: bytes | None) -> Request:
         """What the body says that concerns us. BadRequest, NotFound."""
 
-    def headers_for_engine(self, body: bytes | None) -> Iterable[tuple[str, str]]: ...
+    def headers_for_engine(self, body: bytes | None) -> list[tuple[str, str]]: ...
 
     async def begin(self, answer: aiohttp.ClientResponse) -> None:
         """Send the head of the engine's answer. ClientLeft."""

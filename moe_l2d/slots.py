@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from types import TracebackType
 
 from moe_l2d.errors import QueueFull, Timeout
 
@@ -55,19 +55,14 @@ class Slots:
                 f"server.max_waiting = {self.max_waiting} allows; try again later"
             )
 
-    @asynccontextmanager
-    async def hold(self, timeout_s: float) -> AsyncIterator[None]:
-        """A slot for the block. Raises QueueFull at once, or WaitedTooLong after `timeout_s`."""
-        await self._take(timeout_s)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            yield
-        finally:
-            self._mean_hold_s += 0.2 * (loop.time() - began - self._mean_hold_s)
-            self._give()
+    def hold(self, timeout_s: float) -> _Hold:
+        """`async with` it for a slot. Raises QueueFull at once, or WaitedTooLong after `timeout_s`."""
+        return _Hold(self, timeout_s)
 
-    async def _take(self, timeout_s: float) -> None:
+    def note_hold(self, seconds: float) -> None:
+        self._mean_hold_s += 0.2 * (seconds - self._mean_hold_s)
+
+    async def take(self, timeout_s: float) -> None:
         self.check_room()
         if self._free > 0:
             self._free -= 1
@@ -80,7 +75,7 @@ class Slots:
         except BaseException as error:
             self._waiting.pop(turn, None)
             if turn.done() and not turn.cancelled():
-                self._give()  # the slot came in the same moment as the end of the wait
+                self.give()  # the slot came in the same moment as the end of the wait
             if isinstance(error, TimeoutError):
                 raise WaitedTooLong(
                     f"cannot serve the request: none of the {self.total} slots became free within "
@@ -88,7 +83,7 @@ class Slots:
                 ) from None
             raise
 
-    def _give(self) -> None:
+    def give(self) -> None:
         """Hand the slot to the one who waits longest; invariant: a free slot means that nobody waits."""
         while self._waiting:
             turn = next(iter(self._waiting))
@@ -97,3 +92,21 @@ class Slots:
                 turn.set_result(None)
                 return
         self._free += 1
+
+
+class _Hold:
+    """A slot taken and given back; written out, since each request of every stream passes here."""
+
+    __slots__ = ("_began", "_slots", "_timeout_s")
+
+    def __init__(self, slots: Slots, timeout_s: float) -> None:
+        self._slots, self._timeout_s = slots, timeout_s
+
+    async def __aenter__(self) -> None:
+        await self._slots.take(self._timeout_s)
+        self._began = time.monotonic()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        self._slots.note_hold(time.monotonic() - self._began)
+        self._slots.give()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import functools
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -36,7 +37,7 @@ class Upstream:
         )
 
     async def ask(
-        self, method: str, target: str, headers: Iterable[tuple[str, str]], body: bytes | None
+        self, method: str, target: str, headers: list[tuple[str, str]], body: bytes | None
     ) -> aiohttp.ClientResponse:
         """The engine's answer, its body unread; `target` is the raw path and query. Close it with close().
 
@@ -44,15 +45,21 @@ class Upstream:
         """
         data = body if body is None or len(body) <= PIECE_BYTES else _pieces(body)
         try:
-            url = URL(f"http://engine{target}", encoded=True)
-            return await self._session.request(
-                method, url, headers=[*headers], data=data, allow_redirects=False
-            )
+            url = _url(target) if "?" in target else _url_of_path(target)
+            return await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
         except ValueError as error:  # a target that is no URL, a header that is not UTF-8
             raise BadRequest(f"cannot pass the request's head on to the engine: {error}") from None
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _url(target: str) -> URL:
+    return URL(f"http://engine{target}", encoded=True)
+
+
+# Of the few paths that there are; a query may be anything, and anybody's words.
+_url_of_path = functools.lru_cache(maxsize=64)(_url)
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:

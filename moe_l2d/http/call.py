@@ -103,7 +103,8 @@ class HttpCall:
 
     async def begin(self, answer: aiohttp.ClientResponse) -> None:
         headers: CIMultiDict[str] = CIMultiDict(passthrough.answer_headers(answer.headers.items()))
-        self.streamed = answer.content_type == sse.CONTENT_TYPE
+        # not answer.content_type, which parses the whole field
+        self.streamed = headers.get("Content-Type", "").partition(";")[0].strip().lower() == sse.CONTENT_TYPE
         self._meter = sse.Meter(self.streamed)
         if self.streamed:  # no proxy between us and the client may collect or keep events
             headers.setdefault("Cache-Control", "no-cache")

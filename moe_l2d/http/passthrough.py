@@ -18,13 +18,14 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
+_NOT_TO_ENGINE = HOP_BY_HOP | {"content-length", "expect"}
 Headers = list[tuple[str, str]]
 
 
 def request_headers(headers: Iterable[tuple[str, str]], body_bytes: int | None) -> Headers:
     """For the engine. The body was read whole, so its length (None: there is no body) replaces any framing."""
     pairs = list(headers)
-    dropped = HOP_BY_HOP | _named_by_connection(pairs) | {"content-length", "expect"}
+    dropped = _NOT_TO_ENGINE | _named_by_connection(pairs)
     # aiohttp's client loses one of two headers whose names differ in case only: all take the first's spelling
     spelling: dict[str, str] = {}
     kept = [(spelling.setdefault(low, name), value) for name, value in pairs if (low := name.lower()) not in dropped]
@@ -45,10 +46,5 @@ def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
 
 
 def _named_by_connection(pairs: Headers) -> set[str]:
-    return {
-        word.strip().lower()
-        for name, value in pairs
-        if name.lower() == "connection"
-        for word in value.split(",")
-        if word.strip().lower() != "close"
-    }
+    values = [value for name, value in pairs if name.lower() == "connection"]
+    return {low for value in values for word in value.split(",") if (low := word.strip().lower()) != "close"}

@@ -70,7 +70,7 @@ def bytes_per_token(model: Path) -> int:
     return int(total)
 
 
-def compare(engine_dir: Path, plugin: Path, model: Path, pairs: int = 5, repeats: int = 3) -> dict[str, float]:
+def compare(engine_dir: Path, plugin: Path, model: Path, pairs: int = 7, repeats: int = 3) -> dict[str, float]:
     """Median speeds and pairwise ratios (plug-in / stock)."""
     tokens = (256, 64)
     found: list[tuple[Speed, Speed]] = []
@@ -92,7 +92,7 @@ def compare(engine_dir: Path, plugin: Path, model: Path, pairs: int = 5, repeats
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=7)
     args = parser.parse_args()
     engine_dir, native_dir = Path(os.environ["MOE_L2_ENGINE_DIR"]), Path(os.environ["MOE_L2_NATIVE_DIR"])
     print(json.dumps(compare(engine_dir, native_dir / "libggml-moe-l2.so", args.model, args.pairs), indent=1))
