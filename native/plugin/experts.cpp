@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 
 #include "arena/arena.h"
 #include "cpu.h"
@@ -185,6 +186,19 @@ void Experts::arrange(uint32_t layer, uint32_t kind, const uint8_t * raw, uint8_
     one.buffer->iface.set_tensor(one.buffer, &one, raw, 0, ggml_nbytes(&one));
 }
 
+/* Load everything now, for measurements that are not about loading. */
+bool Experts::fill() {
+    for (uint32_t layer = 0; layer < control().n_layers; layer++) {
+        std::vector<uint32_t> all(moe_l2_layer_at(arena, layer)->n_expert);
+        std::iota(all.begin(), all.end(), 0u);
+        if (!loader->load(layer, all)) {
+            GGML_LOG_ERROR("moe-l2: %s\n", loader->error().c_str());
+            return false;
+        }
+    }
+    return true;
+}
+
 bool Experts::open() {
     if (state != State::closed) {
         return state == State::open;
@@ -199,6 +213,9 @@ bool Experts::open() {
     control().bypassed = (uint32_t) (tensors.size() - descriptions.size());
     GGML_LOG_INFO("moe-l2: %u layers of experts, %.1f MiB, come through the arena%s\n", control().n_layers,
                   (double) control().expert_bytes_total / 1048576.0, settings().arena_fd >= 0 ? " of moe-l2d" : "");
+    if (settings().preload && settings().arena_fd < 0 && !fill()) {
+        return false;
+    }
     state = State::open;
     return true;
 }

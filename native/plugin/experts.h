@@ -71,6 +71,7 @@ class Experts {
     bool take_arena(const std::vector<moe_l2_tensor_desc> & descriptions);
     bool open_files();
     bool choose_layouts();
+    bool fill();
     void arrange(uint32_t layer, uint32_t kind, const uint8_t * raw, uint8_t * slot);
     void count(const Need & need, bool missing_too);
 

@@ -7,6 +7,7 @@ struct Settings {
     int arena_fd = -1;     /* MOE_L2_ARENA_FD, MOE_L2_CONTROL_FD: memfds made by moe-l2d; both or none */
     int control_fd = -1;
     unsigned loaders = 4;  /* MOE_L2_LOADERS: threads that read experts */
+    bool preload = false;  /* MOE_L2_PRELOAD=1: an arena of our own is filled before the first graph */
     bool repack = true;    /* MOE_L2_REPACK=0: keep the file's layout, as llama.cpp's --no-repack does */
 };
 

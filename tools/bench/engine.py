@@ -29,10 +29,13 @@ class Speed:
 
 
 def bench_once(engine_dir: Path, plugin: Path | None, model: Path, tokens: tuple[int, int], repeats: int) -> Speed:
-    """One llama-bench process; medians of its repeats, after its own warm-up."""
+    """One llama-bench process; medians of its repeats, after its own warm-up.
+
+    The plain engine has all experts in memory before it computes, so ours fills its arena first; startup.py has the rest.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MOE_L2_", "GGML_"))}
     if plugin is not None:
-        env["GGML_BACKEND_PATH"] = str(plugin)
+        env |= {"GGML_BACKEND_PATH": str(plugin), "MOE_L2_PRELOAD": "1"}
     prompt, decode = tokens
     command = [str(engine_dir / "llama-bench"), "-m", str(model), "-lm", "mmap", "-o", "json", "-r", str(repeats)]
     command += ["-p", str(prompt), "-n", str(decode)]
@@ -70,7 +73,7 @@ def bytes_per_token(model: Path) -> int:
     return int(total)
 
 
-def compare(engine_dir: Path, plugin: Path, model: Path, pairs: int = 7, repeats: int = 3) -> dict[str, float]:
+def compare(engine_dir: Path, plugin: Path, model: Path, pairs: int = 11, repeats: int = 3) -> dict[str, float]:
     """Median speeds and pairwise ratios (plug-in / stock)."""
     tokens = (256, 64)
     found: list[tuple[Speed, Speed]] = []

@@ -191,7 +191,7 @@ def show(table: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=7, help="runs of each engine, in turn")
+    parser.add_argument("--pairs", type=int, default=11, help="runs of each engine, in turn")
     parser.add_argument("--no-write", action="store_true", help="leave docs/ alone")
     args = parser.parse_args()
     load = os.getloadavg()[0]
