@@ -31,7 +31,8 @@ class Speed:
 def bench_once(engine_dir: Path, plugin: Path | None, model: Path, tokens: tuple[int, int], repeats: int) -> Speed:
     """One llama-bench process; medians of its repeats, after its own warm-up.
 
-    The plain engine has all experts in memory before it computes, so ours fills its arena first; startup.py has the rest.
+    The plain engine has all experts in memory before it computes, so ours fills its arena first; loading is
+    startup.py's subject.
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MOE_L2_", "GGML_"))}
     if plugin is not None:
