@@ -192,7 +192,7 @@ def show(table: list[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=7, help="runs of each engine, in turn; four times as many on the demo model")
+    parser.add_argument("--pairs", type=int, default=7, help="runs of each engine; the demo model: 4 times that")
     parser.add_argument("--no-write", action="store_true", help="leave docs/ alone")
     args = parser.parse_args()
     load = os.getloadavg()[0]
