@@ -60,6 +60,7 @@ def status(s: dict[str, Any]) -> str:
     if model["moe"]:
         loaded = "" if s["loaded"] is None else f", {percent(s['loaded'])} resident, preload {s['preload']}"
         pairs.append(("experts", f"{model['experts']} ({size(model['expert_bytes'])}){loaded}"))
+        pairs.append(("memory", s["memory"]))
     else:
         pairs.append(("experts", "none: served by the plain engine"))
     busy = f"{engine['active']} of {engine['slots']} slots busy"
@@ -98,8 +99,8 @@ def stats(s: dict[str, Any]) -> str:
     pairs += [
         ("lookups", f"{arena['lookups']}: {arena['hits']} hits, {arena['misses']} misses"),
         ("hit rate", hit_rate),
-        ("experts", f"{arena['resident']} of {arena['experts']} resident, {arena['preloaded']} by preload, "
-                    f"{arena['evictions']} evicted"),
+        ("experts", f"{arena['resident']} of {arena['experts']} resident in {arena['slots']} slots, "
+                    f"{arena['preloaded']} by preload, {arena['evictions']} evicted, {arena['streamed']} streamed"),
         ("arena", f"{size(arena['resident_bytes'])} of {size(arena['arena_bytes'])}, {_STATES[arena['state']]}, "
                   f"layout {arena['byte_layout']}"),
         ("read", f"{size(arena['bytes_read'])} from disk, {duration(arena['load_wait_s'])} waited for it"),

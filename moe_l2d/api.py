@@ -76,6 +76,7 @@ class StatusAnswer(TypedDict):
     engine: EngineAnswer
     model: ModelAnswer
     preload: str  # of arena.preload
+    memory: str  # how much the arena may take, and why
     loaded: float | None  # share of the experts that are resident; None without an arena
     warnings: list[str]  # whole sentences
 
@@ -88,10 +89,14 @@ class ArenaAnswer(TypedDict):
     evictions: int
     resident: int
     experts: int
+    slots: int  # experts that the arena has room for
     resident_bytes: int
     arena_bytes: int
     bytes_read: int
     preloaded: int
+    preloaded_used: int
+    preloaded_wasted: int
+    streamed: int  # read past the slots, for batches that need more than there are
     load_wait_s: float
     graphs: int
     tokens: int

@@ -17,6 +17,7 @@ from typing import Any
 
 from moe_l2d.engine.flags import is_owned
 from moe_l2d.errors import ConfigError
+from moe_l2d.model.placement import check_arena
 
 LEVELS = ("debug", "info", "warning", "error")
 PRELOADS = ("all", "none")
@@ -170,6 +171,12 @@ class Arena:
 
 
 @dataclass(frozen=True)
+class Memory:
+    arena: str = _key("auto", 'most memory for experts: a size ("6GB"), "all", or "auto", what is free',
+                      check=check_arena)
+
+
+@dataclass(frozen=True)
 class Paths:
     runtime_dir: str = _key("/run/moe-l2", "sockets and locks", check=_check_runtime_dir)
     state_dir: str = _key("/var/lib/moe-l2", "what is kept across restarts", check=_check_needed_path)
@@ -188,6 +195,7 @@ class Config:
     model: Model = field(default_factory=Model)
     engine: Engine = field(default_factory=Engine)
     arena: Arena = field(default_factory=Arena)
+    memory: Memory = field(default_factory=Memory)
     paths: Paths = field(default_factory=Paths)
     log: Log = field(default_factory=Log)
 

@@ -17,7 +17,7 @@ from typing import Any
 from moe_l2d import __version__, api, metrics, snapshot
 from moe_l2d import log as logs
 from moe_l2d.arena import preload
-from moe_l2d.arena.arena import Arena, Library
+from moe_l2d.arena.arena import Arena, Library, limits
 from moe_l2d.config import Config, Installation, changed_keys, is_loopback
 from moe_l2d.control import claim, peer
 from moe_l2d.control.server import ControlServer
@@ -26,7 +26,7 @@ from moe_l2d.engine.process import Engine, Timing
 from moe_l2d.engine.state import EngineStatus, Phase
 from moe_l2d.errors import ConfigError, EngineError
 from moe_l2d.http.front import Front
-from moe_l2d.model import choice, gguf_facts, machine
+from moe_l2d.model import choice, gguf_facts, machine, placement
 from moe_l2d.notify import Notifier, status_text
 from moe_l2d.stats import Stats
 
@@ -71,6 +71,7 @@ class Daemon:
         self._warnings: list[str] = []
         self._parts = ExitStack()
         self._arena: Arena | None = None
+        self._plan = placement.Plan(0, "none: the model has no experts")
 
     # --- start and stop
 
@@ -112,7 +113,7 @@ class Daemon:
         threads = config.engine.threads or machine.usable_cores()
         command_line = command.build(
             config, install, facts, name=self._name, threads=threads, environment=self._setting.environment,
-            arena_fds=self._arena.fds if self._arena else None,
+            arena_fds=self._arena.fds if self._arena else None, direct=self._plan.capacity > 0,
         )  # fmt: skip
         (config.runtime_dir / "engine").mkdir(mode=0o700, exist_ok=True)
         self._engine = Engine(lambda: command_line, config.engine_socket, config.engine.slots, timing(config),
@@ -127,13 +128,27 @@ class Daemon:
     def _make_arena(self) -> Arena:
         native = self._setting.installation.native_dir
         _need(native / command.PLUGIN, "the engine's plug-in", "MOE_L2_NATIVE_DIR")
-        arena = Arena.create(Library(native), self._facts.experts, self._facts.fingerprint)
+        library = Library(native)
+        self._plan = self._place(library)
+        arena = Arena.create(library, self._facts.experts, self._facts.fingerprint, self._plan.capacity)
         self._parts.callback(arena.close)
         arena.set_preload_rate(self.config.arena.preload_mib_per_s)
         if self.config.arena.preload == "all":
             arena.request(preload.order(arena.states(), arena.uses()))
-        log.info("arena: room for %d experts, %.1f MiB", self._facts.n_experts, self._facts.expert_bytes / 2**20)
+        slots = arena.counters().slots
+        n = self._facts.n_experts
+        log.info("arena: room for %d of %d experts; memory.arena is %s", slots, n, self._plan.reason)
         return arena
+
+    def _place(self, library: Library) -> placement.Plan:
+        facts, config = self._facts, self.config
+        least, most = limits(library, facts.experts)
+        context = facts.kv_bytes * config.model.context * config.engine.slots
+        needs = placement.Needs(least, most, facts.file_bytes - facts.expert_bytes + context)
+        found = placement.plan(config.memory.arena, needs, machine.memory())
+        if found.warning:
+            self._warnings.append(found.warning)
+        return found
 
     async def _serve(self, control: ControlServer) -> None:
         self._catch_signals()
@@ -226,6 +241,7 @@ class Daemon:
             "engine": snapshot.engine(status, self._engine.slots, self._engine.active),
             "model": snapshot.model(self._facts, self._name),
             "preload": self.config.arena.preload,
+            "memory": self._plan.reason,
             "loaded": counters.resident / counters.experts if counters else None,
             "warnings": self._all_warnings(),
         }

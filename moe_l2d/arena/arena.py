@@ -55,11 +55,21 @@ class _Desc(ctypes.Structure):
     )
 
 
+class Want(ctypes.Structure):
+    """struct moe_l2_want"""
+
+    _fields_ = (("expert", ctypes.c_uint32), ("slot", ctypes.c_int32), ("action", ctypes.c_uint32))
+
+
 _P = ctypes.c_void_p
 _U32 = ctypes.c_uint32
+_U64P = ctypes.POINTER(ctypes.c_uint64)
 _DESCS = ctypes.POINTER(_Desc)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "moe_l2_arena_create": (ctypes.c_int, (_DESCS, ctypes.c_size_t, ctypes.c_char_p, ctypes.POINTER(_P))),
+    "moe_l2_arena_create": (
+        ctypes.c_int, (_DESCS, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_uint64, ctypes.POINTER(_P)),
+    ),
+    "moe_l2_arena_limits": (ctypes.c_int, (_DESCS, ctypes.c_size_t, _U64P, _U64P)),
     "moe_l2_arena_attach": (ctypes.c_int, (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_P))),
     "moe_l2_arena_close": (None, (_P,)),
     "moe_l2_control_block": (_P, (_P,)),
@@ -68,12 +78,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "moe_l2_error_text": (ctypes.c_char_p, (ctypes.c_int,)),
     "moe_l2_arena_matches": (ctypes.c_int, (_P, _DESCS, ctypes.c_size_t)),
     "moe_l2_engine_attach": (ctypes.c_int, (_P,)),
-    "moe_l2_begin_load": (ctypes.c_int, (_P, _U32, _U32)),
-    "moe_l2_end_load": (ctypes.c_int, (_P, _U32, _U32, ctypes.c_int, ctypes.c_uint64)),
+    "moe_l2_acquire": (ctypes.c_int, (_P, _U32, ctypes.POINTER(Want), ctypes.c_size_t)),
+    "moe_l2_release": (ctypes.c_int, (_P, _U32, ctypes.POINTER(Want), ctypes.c_size_t)),
+    "moe_l2_end_load": (ctypes.c_int, (_P, _U32, ctypes.c_int32, ctypes.c_int, ctypes.c_uint64)),
+    "moe_l2_set_pins": (ctypes.c_int, (_P, _U32, ctypes.POINTER(_U32))),
     "moe_l2_arena_drop": (ctypes.c_int, (_P,)),
     "moe_l2_preload_request": (ctypes.c_int, (_P, _U32, _U32, _U32)),
     "moe_l2_preload_commit": (ctypes.c_int, (_P,)),
-    "moe_l2_preload_next": (ctypes.c_int, (_P, ctypes.POINTER(_U32), ctypes.POINTER(_U32))),
     "moe_l2_layout_text": (ctypes.c_char_p, ()),
 }
 
@@ -117,8 +128,12 @@ class Counters:
     bytes_read: int
     resident: int
     preloaded: int
+    preloaded_used: int
+    preloaded_wasted: int
+    streamed: int
     load_ns: int
     experts: int
+    slots: int
     arena_bytes: int
     expert_bytes: int
     resident_bytes: int
@@ -148,10 +163,13 @@ class Arena:
         self._whole = whole
 
     @classmethod
-    def create(cls, library: Library, experts: Sequence[ExpertTensor], fingerprint: bytes) -> Arena:
-        """A new, empty arena for these tensors; its memory is reserved and not touched."""
+    def create(cls, library: Library, experts: Sequence[ExpertTensor], fingerprint: bytes, capacity: int = 0) -> Arena:
+        """A new, empty arena for these tensors, of at most `capacity` bytes (0: room for all); its memory is reserved
+        and not touched."""
         handle = _P()
-        made = library.c.moe_l2_arena_create(_describe(experts), len(experts), fingerprint, ctypes.byref(handle))
+        made = library.c.moe_l2_arena_create(
+            _describe(experts), len(experts), fingerprint, capacity, ctypes.byref(handle)
+        )  # fmt: skip
         library.check(made, "make the arena")
         return cls(library, handle)
 
@@ -200,8 +218,19 @@ class Arena:
         return [self._table(layer, "uses_offset", "u8") for layer in self._layers]
 
     def states(self) -> list[Array]:
-        """Per layer: enum moe_l2_state of each expert, uint32[n_expert] (a copy)."""
-        return [self._table(layer, "states_offset", "u4") for layer in self._layers]
+        """Per layer: enum moe_l2_state of each expert's slot, EMPTY without one, uint32[n_expert]."""
+        found = []
+        for layer in self._layers:
+            n, at = int(layer["n_slots"]), int(layer["slots_offset"])
+            slots = np.frombuffer(self._whole, layout.SLOT, count=n, offset=at)
+            slot_of = self._table(layer, "slot_of_offset", "i4")
+            found.append(np.where(slot_of >= 0, slots["state"][slot_of], layout.EMPTY).astype("u4"))
+        return found
+
+    def set_pins(self, layer: int, scores: Sequence[int]) -> None:
+        """Replace the pins of a layer: one score an expert, 0 = not pinned."""
+        done = self._lib.c.moe_l2_set_pins(self._handle, layer, (_U32 * len(scores))(*scores))
+        self._lib.check(done, f"pin experts of layer {layer}")
 
     def request(self, wanted: Iterable[tuple[int, int, int]]) -> None:
         """Ask for (layer, expert, score) to be loaded before use; the highest score first."""
@@ -217,6 +246,7 @@ class Arena:
         return Counters(
             **sums,
             experts=int(layers["n_expert"].sum()),
+            slots=int(layers["n_slots"].sum()),
             arena_bytes=int(control["arena_bytes"]),
             expert_bytes=int(control["expert_bytes_total"]),
             resident_bytes=int((layers["counters"]["resident"] * per_expert).sum()),
@@ -249,6 +279,14 @@ class Arena:
         count, at = int(layer["n_expert"]), int(layer[offset])
         view: Array = np.frombuffer(self._whole, np.dtype(kind), count=count, offset=at)
         return view.copy()
+
+
+def limits(library: Library, experts: Sequence[ExpertTensor]) -> tuple[int, int]:
+    """(least, most): the smallest capacity in bytes that works for these tensors, and the one that holds them all."""
+    least, most = ctypes.c_uint64(), ctypes.c_uint64()
+    done = library.c.moe_l2_arena_limits(_describe(experts), len(experts), ctypes.byref(least), ctypes.byref(most))
+    library.check(done, "size the arena")
+    return least.value, most.value
 
 
 def _memory(address: int, n: int) -> memoryview:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 MAGIC = 0x314B4C42324C454D
-VERSION = 1
+VERSION = 2
 KINDS = 4
-ABSENT, LOADING, READY = 0, 1, 2
+EMPTY, LOADING, READY = 0, 1, 2
 LAYOUT_NAMES = ("unknown", "file", "repacked")
 
 TENSOR = np.dtype(
@@ -29,6 +29,21 @@ TENSOR = np.dtype(
     align=True,
 )
 
+SLOT = np.dtype(
+    [
+        ("expert", "i4"),
+        ("state", "u4"),
+        ("owner", "u4"),
+        ("in_use", "u4"),
+        ("newer", "i4"),
+        ("older", "i4"),
+        ("list", "u4"),
+        ("preloaded", "u4"),
+        ("last_use", "u8"),
+    ],
+    align=True,
+)
+
 LAYER_COUNTERS = np.dtype(
     [
         ("lookups", "u8"),
@@ -38,6 +53,9 @@ LAYER_COUNTERS = np.dtype(
         ("bytes_read", "u8"),
         ("resident", "u8"),
         ("preloaded", "u8"),
+        ("preloaded_used", "u8"),
+        ("preloaded_wasted", "u8"),
+        ("streamed", "u8"),
         ("load_ns", "u8"),
     ],
     align=True,
@@ -47,10 +65,18 @@ LAYER = np.dtype(
     [
         ("block", "u4"),
         ("n_expert", "u4"),
-        ("states_offset", "u8"),
-        ("owners_offset", "u8"),
+        ("n_slots", "u4"),
+        ("reserved", "u4"),
+        ("newest", "i4", (2,)),
+        ("oldest", "i4", (2,)),
+        ("first_empty", "i4"),
+        ("reserved2", "u4"),
+        ("tick", "u8"),
+        ("slots_offset", "u8"),
+        ("slot_of_offset", "u8"),
         ("uses_offset", "u8"),
         ("preload_offset", "u8"),
+        ("pin_offset", "u8"),
         ("tensors", TENSOR, (KINDS,)),
         ("counters", LAYER_COUNTERS),
     ],
@@ -66,12 +92,16 @@ CONTROL = np.dtype(
         ("arena_bytes", "u8"),
         ("layers_offset", "u8"),
         ("expert_bytes_total", "u8"),
+        ("staging_offset", "u8"),
+        ("staging_bytes", "u8"),
         ("fingerprint", "u1", (32,)),
         ("table_lock", "u1", (64,)),
         ("engine_pid", "u4"),
         ("engine_epoch", "u4"),
         ("preload_generation", "u4"),
         ("preload_mib_per_s", "u4"),
+        ("pin_generation", "u4"),
+        ("clean", "u4"),
         ("active", "u4"),
         ("bypassed", "u4"),
         ("graphs", "u8"),
@@ -86,6 +116,7 @@ STRUCTS = {
     "moe_l2_control": CONTROL,
     "moe_l2_layer": LAYER,
     "moe_l2_tensor": TENSOR,
+    "moe_l2_slot": SLOT,
     "moe_l2_layer_counters": LAYER_COUNTERS,
 }
 

@@ -24,11 +24,14 @@ class Command:
 
 
 def build(config: Config, installation: Installation, facts: ModelFacts, *, name: str, threads: int,
-          environment: Mapping[str, str], arena_fds: tuple[int, int] | None) -> Command:
-    """How to start llama-server; without `arena_fds` it is the plain engine, with no plug-in."""
+          environment: Mapping[str, str], arena_fds: tuple[int, int] | None, direct: bool = False) -> Command:
+    """How to start llama-server; without `arena_fds` it is the plain engine, with no plug-in.
+
+    `direct`: experts are read past the page cache, which would only take memory from an arena that is short of it.
+    """
     return Command(
         argv=tuple(arguments(config, installation, facts.paths[0], name, threads)),
-        env=variables(config, installation, environment, arena_fds),
+        env=variables(config, installation, environment, arena_fds, direct),
         pass_fds=arena_fds or (),
     )
 
@@ -62,7 +65,7 @@ def arguments(config: Config, installation: Installation, model: Path, name: str
 
 
 def variables(config: Config, installation: Installation, environment: Mapping[str, str],
-              arena_fds: tuple[int, int] | None) -> dict[str, str]:
+              arena_fds: tuple[int, int] | None, direct: bool = False) -> dict[str, str]:
     env = {key: environment[key] for key in PASSED_ON if key in environment}
     if arena_fds is not None:
         env |= {
@@ -71,5 +74,6 @@ def variables(config: Config, installation: Installation, environment: Mapping[s
             "MOE_L2_CONTROL_FD": str(arena_fds[1]),
             "MOE_L2_LOADERS": str(config.arena.loaders),
             "MOE_L2_REPACK": "1" if config.engine.repack else "0",
+            "MOE_L2_DIRECT_IO": "1" if direct else "0",
         }
     return env

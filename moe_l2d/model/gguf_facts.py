@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,6 +64,7 @@ class ModelFacts:
     file_bytes: int
     experts: tuple[ExpertTensor, ...]  # ordered by block, then kind
     fingerprint: bytes  # 32 bytes; b"" without experts
+    kv_bytes: int = 0  # of the KV cache for one token, at 16 bits a value
 
     @property
     def is_moe(self) -> bool:
@@ -129,7 +130,23 @@ def read(path: Path) -> ModelFacts:
         file_bytes=sum(s.n_bytes for s in shards),
         experts=experts,
         fingerprint=fingerprint(architecture, name, shards) if experts else b"",
+        kv_bytes=kv_bytes(architecture, keys),
     )
+
+
+def kv_bytes(architecture: str, keys: Mapping[str, Any]) -> int:
+    """Bytes that one token takes in the KV cache: 2 for each value of each head's key and value, in every block.
+
+    More than the truth where an architecture compresses its cache or lets blocks look at a window only.
+    """
+
+    def number(name: str) -> int:
+        return _whole(keys.get(f"{architecture}.{name}")) or 0
+
+    heads = number("attention.head_count")
+    each = number("embedding_length") // heads if heads else 0
+    width = (number("attention.key_length") or each) + (number("attention.value_length") or each)
+    return 2 * number("block_count") * (number("attention.head_count_kv") or heads) * width
 
 
 def expert_tensors(path: Path, tensors: Iterable[Tensor]) -> tuple[ExpertTensor, ...]:

@@ -1,11 +1,8 @@
 #include "loader.h"
 
-#include <unistd.h>
-
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <memory>
 
 #include "arena.h"
 
@@ -13,42 +10,13 @@ namespace moe_l2 {
 
 namespace {
 
-constexpr int kPreloadIdleMs = 100;      /* how long an idle preloader sleeps before it looks again */
+constexpr int kPreloadIdleMs = 100; /* how long an idle preloader sleeps before it looks again */
 constexpr uint64_t kMiB = 1024 * 1024;
-
-/* A buffer that grows to the largest expert tensor and is kept by its thread. */
-uint8_t * scratch(uint64_t bytes) {
-    thread_local std::unique_ptr<uint8_t[]> buffer;
-    thread_local uint64_t size = 0;
-    if (size < bytes) {
-        buffer.reset(new uint8_t[bytes]);
-        size = bytes;
-    }
-    return buffer.get();
-}
-
-/* pread() until all is there. False: errno, or 0 = the file ends too early. */
-bool read_fully(int fd, uint8_t * to, uint64_t bytes, uint64_t offset) {
-    while (bytes > 0) {
-        ssize_t n = pread(fd, to, bytes, (off_t) offset);
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
-        if (n <= 0) {
-            errno = n == 0 ? 0 : errno;
-            return false;
-        }
-        to += n;
-        bytes -= (uint64_t) n;
-        offset += (uint64_t) n;
-    }
-    return true;
-}
 
 } // namespace
 
 Loader::Loader(moe_l2_arena * arena, Files files, Arrange arrange, unsigned n_threads)
-    : arena(arena), files(std::move(files)), arrange(std::move(arrange)) {
+    : arena(arena), files(std::move(files)), arrange(std::move(arrange)), n_threads(n_threads) {
     for (unsigned i = 0; i < n_threads; i++) {
         threads.emplace_back([this, i] { work(i); });
     }
@@ -85,35 +53,61 @@ bool Loader::take(Item & item) {
     return true;
 }
 
-bool Loader::load(uint32_t layer, const std::vector<uint32_t> & experts) {
-    demand_running.fetch_add(1);
+bool Loader::load(uint32_t layer, const std::vector<moe_l2_want> & wants) {
+    Group group;
     {
         std::lock_guard<std::mutex> lock(mutex);
-        for (uint32_t expert : experts) {
-            demand.push_back({layer, expert});
+        for (const moe_l2_want & want : wants) {
+            if (want.action == MOE_L2_MUST_LOAD) {
+                demand.push_back({layer, want.expert, want.slot, 0, nullptr, &group});
+                group.pending++;
+            }
+        }
+        demanded.fetch_add(group.pending);
+    }
+    wake.notify_all();
+    bool ok = wait(group);
+    for (const moe_l2_want & want : wants) {
+        if (want.action == MOE_L2_MUST_WAIT) {
+            ok = moe_l2_wait_ready(arena, layer, want.expert, want.slot) == MOE_L2_OK && ok;
         }
     }
-    if (experts.size() > 1) {
-        wake.notify_all();
-    }
-    for (Item item; take(item);) {
-        read_expert(item, false);
-    }
-    bool ok = true;
-    for (uint32_t expert : experts) {
-        /* A worker that took it from the queue may not have begun yet, so it would look ABSENT: begin it here then. */
-        read_expert({layer, expert}, false);
-        ok = moe_l2_wait_ready(arena, layer, expert) == MOE_L2_OK && ok;
-    }
-    demand_running.fetch_sub(1);
     return ok;
+}
+
+void Loader::stream(uint32_t layer, uint32_t kind, const uint32_t * experts, size_t n, uint8_t * to, uint64_t stride, Group & group) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (size_t i = 0; i < n; i++) {
+            demand.push_back({layer, experts[i], -1, kind, to + i * stride, &group});
+        }
+        group.pending += (int) n;
+        demanded.fetch_add((int) n);
+    }
+    wake.notify_all();
+}
+
+bool Loader::wait(Group & group) {
+    for (;;) {
+        Item item;
+        {
+            std::unique_lock<std::mutex> lock(mutex);
+            done.wait(lock, [&] { return group.pending == 0 || !demand.empty(); });
+            if (group.pending == 0) {
+                return group.ok;
+            }
+            item = demand.front();
+            demand.pop_front();
+        }
+        run(item);
+    }
 }
 
 void Loader::work(unsigned index) {
     for (;;) {
         Item item;
         if (take(item)) {
-            read_expert(item, false);
+            run(item);
             continue;
         }
         if (preload_one(index)) {
@@ -129,8 +123,61 @@ void Loader::work(unsigned index) {
     }
 }
 
+void Loader::run(const Item & item) {
+    uint64_t bytes = 0;
+    bool ok;
+    if (item.slot >= 0) {
+        ok = fill_slot(item.layer, item.expert, item.slot, bytes);
+    } else {
+        ok = read_tensor(item.layer, item.kind, item.expert, item.to, bytes);
+        add64(moe_l2_layer_at(arena, item.layer)->counters.bytes_read, bytes);
+    }
+    demanded.fetch_sub(1);
+    std::lock_guard<std::mutex> lock(mutex);
+    item.group->ok = item.group->ok && ok;
+    if (--item.group->pending == 0) {
+        done.notify_all();
+    }
+}
+
+bool Loader::fill_slot(uint32_t layer, uint32_t expert, int32_t slot, uint64_t & bytes) {
+    const moe_l2_layer & l = *moe_l2_layer_at(arena, layer);
+    bool ok = true;
+    for (uint32_t kind = 0; ok && kind < MOE_L2_KINDS; kind++) {
+        const moe_l2_tensor & t = l.tensors[kind];
+        if (t.expert_bytes != 0) {
+            uint8_t * to = moe_l2_arena_bytes(arena) + t.arena_offset + (uint64_t) slot * t.slot_stride;
+            ok = read_tensor(layer, kind, expert, to, bytes);
+        }
+    }
+    moe_l2_end_load(arena, layer, slot, ok ? 1 : 0, bytes);
+    return ok;
+}
+
+bool Loader::read_tensor(uint32_t layer, uint32_t kind, uint32_t expert, uint8_t * to, uint64_t & bytes) {
+    const moe_l2_tensor & t = moe_l2_layer_at(arena, layer)->tensors[kind];
+    const bool as_in_file = t.layout == MOE_L2_LAYOUT_FILE;
+    const ModelFile file = t.shard < files.size() ? files[t.shard] : ModelFile{};
+    uint8_t * first = as_in_file || file.direct >= 0 ? to : thread_buffer(t.expert_bytes);
+    errno = EBADF;
+    const uint8_t * raw = file.fd < 0 ? nullptr : read_range(file, t.file_offset + expert * t.expert_bytes, t.expert_bytes, first);
+    if (raw == nullptr) {
+        const uint32_t block = moe_l2_layer_at(arena, layer)->block;
+        fail("cannot read expert " + std::to_string(expert) + " of block " + std::to_string(block) + ": " +
+             (errno == 0 ? std::string("the model file ends too early") : std::string(strerror(errno))));
+        return false;
+    }
+    bytes += t.expert_bytes;
+    if (!as_in_file) {
+        arrange(layer, kind, raw, to);
+    } else if (raw != to) {
+        memcpy(to, raw, t.expert_bytes);
+    }
+    return true;
+}
+
 bool Loader::preload_one(unsigned index) {
-    if (demand_running.load(std::memory_order_relaxed) != 0 || (index != 0 && is_computing.load(std::memory_order_relaxed))) {
+    if (demanded.load(std::memory_order_relaxed) != 0 || (index != 0 && is_computing.load(std::memory_order_relaxed))) {
         return false;
     }
     {
@@ -139,52 +186,21 @@ bool Loader::preload_one(unsigned index) {
             return false;
         }
     }
-    Item item;
-    if (moe_l2_preload_next(arena, &item.layer, &item.expert) != 1) {
+    uint32_t layer = 0;
+    moe_l2_want want{};
+    if (moe_l2_preload_begin(arena, &layer, &want) != 1) {
         return false;
     }
-    read_expert(item, true);
-    return true;
-}
-
-void Loader::read_expert(const Item & item, bool preload) {
-    if (moe_l2_begin_load(arena, item.layer, item.expert) != 1) {
-        return; /* resident, or another thread is at it */
-    }
-    moe_l2_layer & layer = *moe_l2_layer_at(arena, item.layer);
+    moe_l2_layer & l = *moe_l2_layer_at(arena, layer);
+    slots_of(moe_l2_control_block(arena), l)[want.slot].preloaded = 1; /* ours while LOADING */
     uint64_t bytes = 0;
-    bool ok = true;
-    for (uint32_t kind = 0; ok && kind < MOE_L2_KINDS; kind++) {
-        ok = layer.tensors[kind].expert_bytes == 0 || read_tensor(item.layer, kind, item.expert, bytes);
+    if (fill_slot(layer, want.expert, want.slot, bytes)) {
+        add64(l.counters.preloaded, 1);
+    } else {
+        moe_l2_preload_request(arena, layer, want.expert, 0); /* else it would be tried for ever */
     }
-    moe_l2_end_load(arena, item.layer, item.expert, ok ? 1 : 0, bytes);
-    if (preload) {
-        if (ok) {
-            add64(layer.counters.preloaded, 1);
-        } else {
-            moe_l2_preload_request(arena, item.layer, item.expert, 0); /* else it would be tried for ever */
-        }
-        pace(bytes);
-    }
-}
-
-bool Loader::read_tensor(uint32_t layer, uint32_t kind, uint32_t expert, uint64_t & bytes) {
-    const moe_l2_tensor & t = moe_l2_layer_at(arena, layer)->tensors[kind];
-    const bool as_in_file = t.layout == MOE_L2_LAYOUT_FILE;
-    uint8_t * slot = moe_l2_arena_bytes(arena) + t.arena_offset + expert * t.slot_stride;
-    uint8_t * to = as_in_file ? slot : scratch(t.expert_bytes);
-    const int fd = t.shard < files.size() ? files[t.shard] : -1;
-    errno = EBADF;
-    if (fd < 0 || !read_fully(fd, to, t.expert_bytes, t.file_offset + expert * t.expert_bytes)) {
-        const uint32_t block = moe_l2_layer_at(arena, layer)->block;
-        fail("cannot read expert " + std::to_string(expert) + " of block " + std::to_string(block) + ": " +
-             (errno == 0 ? std::string("the model file ends too early") : std::string(strerror(errno))));
-        return false;
-    }
-    bytes += t.expert_bytes;
-    if (!as_in_file) {
-        arrange(layer, kind, to, slot);
-    }
+    moe_l2_release(arena, layer, &want, 1);
+    pace(bytes);
     return true;
 }
 
@@ -192,8 +208,8 @@ bool Loader::read_tensor(uint32_t layer, uint32_t kind, uint32_t expert, uint64_
 void Loader::pace(uint64_t bytes) {
     const uint32_t mib_per_s = __atomic_load_n(&moe_l2_control_block(arena)->preload_mib_per_s, __ATOMIC_RELAXED);
     if (mib_per_s != 0) {
-        /* `threads.size()` preloaders share the bound */
-        const double seconds = (double) bytes * (double) threads.size() / ((double) mib_per_s * (double) kMiB);
+        /* `n_threads` preloaders share the bound */
+        const double seconds = (double) bytes * (double) n_threads / ((double) mib_per_s * (double) kMiB);
         std::unique_lock<std::mutex> lock(mutex);
         wake.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return stopping || !demand.empty(); });
     }

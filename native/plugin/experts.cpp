@@ -21,9 +21,11 @@ namespace moe_l2 {
 Experts::~Experts() {
     loader.reset(); /* its threads use the arena */
     moe_l2_arena_close(arena);
-    for (int fd : files) {
-        if (fd >= 0) {
-            close(fd);
+    for (const ModelFile & file : files) {
+        for (int fd : {file.fd, file.direct}) {
+            if (fd >= 0) {
+                close(fd);
+            }
         }
     }
 }
@@ -63,7 +65,7 @@ bool Experts::read(const ExpertTensor & expert, void * to, size_t offset, size_t
     if (!open_files()) {
         return false;
     }
-    const int fd = files[shard_of_path(expert.file.path.c_str())];
+    const int fd = files[shard_of_path(expert.file.path.c_str())].fd;
     return pread(fd, to, size, (off_t) (expert.file.offset + offset)) == (ssize_t) size;
 }
 
@@ -104,7 +106,7 @@ bool Experts::take_arena(const std::vector<moe_l2_tensor_desc> & descriptions) {
         arena = nullptr;
     }
     const uint8_t fingerprint[32] = {}; /* nobody will compare it: this arena ends with the process */
-    int result = moe_l2_arena_create(descriptions.data(), descriptions.size(), fingerprint, &arena);
+    int result = moe_l2_arena_create(descriptions.data(), descriptions.size(), fingerprint, s.arena_bytes, &arena);
     if (result == MOE_L2_OK) {
         result = moe_l2_engine_attach(arena);
     }
@@ -122,14 +124,15 @@ bool Experts::open_files() {
         }
         const uint32_t shard = shard_of_path(t->file.path.c_str());
         if (files.size() <= shard) {
-            files.resize(shard + 1, -1);
+            files.resize(shard + 1);
         }
-        if (files[shard] >= 0) {
+        ModelFile & file = files[shard];
+        if (file.fd >= 0) {
             continue;
         }
         struct stat st {};
-        files[shard] = ::open(t->file.path.c_str(), O_RDONLY | O_CLOEXEC);
-        if (files[shard] < 0 || fstat(files[shard], &st) != 0) {
+        file.fd = ::open(t->file.path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (file.fd < 0 || fstat(file.fd, &st) != 0) {
             GGML_LOG_ERROR("moe-l2: cannot open model file '%s': %s\n", t->file.path.c_str(), strerror(errno));
             return false;
         }
@@ -137,6 +140,13 @@ bool Experts::open_files() {
             GGML_LOG_ERROR("moe-l2: cannot read experts from '%s': the file was replaced after the engine mapped it; restart the engine\n",
                            t->file.path.c_str());
             return false;
+        }
+        if (settings().direct) {
+            file.direct = ::open(t->file.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+            if (file.direct < 0) {
+                GGML_LOG_WARN("moe-l2: experts of '%s' are read through the page cache: its file system has no direct reads (%s)\n",
+                              t->file.path.c_str(), strerror(errno));
+            }
         }
     }
     return true;
@@ -162,6 +172,7 @@ bool Experts::choose_layouts() {
         in_arena.data = moe_l2_arena_bytes(arena) + place.arena_offset;
         in_arena.buffer = tag_buffer(type);
         in_arena.extra = nullptr;
+        in_arena.ne[2] = moe_l2_layer_at(arena, t->layer)->n_slots;
         in_arena.nb[2] = place.slot_stride;
         in_arena.nb[3] = place.slot_stride * (uint64_t) in_arena.ne[2];
         if (in_arena.buffer == nullptr) {
@@ -186,12 +197,16 @@ void Experts::arrange(uint32_t layer, uint32_t kind, const uint8_t * raw, uint8_
     one.buffer->iface.set_tensor(one.buffer, &one, raw, 0, ggml_nbytes(&one));
 }
 
-/* Load everything now, for measurements that are not about loading. */
+/* Load as many experts as there are slots, for measurements that are not about loading. */
 bool Experts::fill() {
     for (uint32_t layer = 0; layer < control().n_layers; layer++) {
-        std::vector<uint32_t> all(moe_l2_layer_at(arena, layer)->n_expert);
-        std::iota(all.begin(), all.end(), 0u);
-        if (!loader->load(layer, all)) {
+        std::vector<moe_l2_want> wants(moe_l2_layer_at(arena, layer)->n_slots);
+        for (uint32_t e = 0; e < wants.size(); e++) {
+            wants[e].expert = e;
+        }
+        const bool ok = moe_l2_acquire(arena, layer, wants.data(), wants.size()) == MOE_L2_OK && loader->load(layer, wants);
+        release(layer, wants);
+        if (!ok) {
             GGML_LOG_ERROR("moe-l2: %s\n", loader->error().c_str());
             return false;
         }
@@ -220,18 +235,23 @@ bool Experts::open() {
     return true;
 }
 
-bool Experts::complete(uint32_t layer) const {
+bool Experts::has_all_slots(uint32_t layer) const {
     const moe_l2_layer & l = *moe_l2_layer_at(arena, layer);
-    return load64(l.counters.resident) == l.n_expert;
+    return l.n_slots == l.n_expert;
 }
 
-/* Fill `distinct` and `missing` with the experts that `need` names, and count uses. */
-void Experts::count(const Need & need, bool missing_too) {
+bool Experts::complete(uint32_t layer) const {
+    const moe_l2_layer & l = *moe_l2_layer_at(arena, layer);
+    return l.n_slots == l.n_expert && load_resident(l) == l.n_expert;
+}
+
+uint8_t * Experts::staging() { return moe_l2_arena_bytes(arena) + control().staging_offset; }
+
+/* Fill `distinct` with the experts that `need` names, and count uses. */
+void Experts::count(const Need & need) {
     moe_l2_layer & layer = *moe_l2_layer_at(arena, need.layer);
     uint64_t * uses = uses_of(&control(), layer);
-    const uint32_t * states = states_of(&control(), layer);
     distinct.clear();
-    missing.clear();
     seen.assign(layer.n_expert, 0);
     const auto * ids = static_cast<const uint8_t *>(need.ids->data);
     for (int64_t token = 0; token < need.ids->ne[1]; token++) {
@@ -244,33 +264,60 @@ void Experts::count(const Need & need, bool missing_too) {
             if (!seen[id]) {
                 seen[id] = 1;
                 distinct.push_back((uint32_t) id);
-                if (missing_too && load_state(states[id]) != MOE_L2_READY) {
-                    missing.push_back((uint32_t) id);
-                }
             }
         }
     }
     add64(layer.counters.lookups, distinct.size());
-    add64(layer.counters.misses, missing.size());
-    add64(layer.counters.hits, distinct.size() - missing.size());
 }
 
-void Experts::used(const Need & need) { count(need, false); }
+void Experts::used(const Need & need) {
+    count(need);
+    add64(moe_l2_layer_at(arena, need.layer)->counters.hits, distinct.size());
+}
 
-bool Experts::need(const Need & need) {
-    count(need, true);
-    if (missing.empty()) {
-        return true;
+void Experts::release(uint32_t layer, const std::vector<moe_l2_want> & wants) {
+    moe_l2_release(arena, layer, wants.data(), wants.size());
+}
+
+Experts::Held Experts::hold(const Need & need, std::vector<moe_l2_want> & wants) {
+    count(need);
+    wants.clear();
+    for (uint32_t expert : distinct) {
+        wants.push_back({expert, -1, MOE_L2_IS_READY});
+    }
+    moe_l2_layer_counters & counters = moe_l2_layer_at(arena, need.layer)->counters;
+    const bool in_slots = moe_l2_acquire(arena, need.layer, wants.data(), wants.size()) == MOE_L2_OK;
+    if (!in_slots) {
+        for (moe_l2_want & want : wants) {
+            moe_l2_acquire_resident(arena, need.layer, &want);
+        }
+    }
+    const auto ready = std::count_if(wants.begin(), wants.end(), [](const moe_l2_want & w) {
+        return w.slot >= 0 && w.action == MOE_L2_IS_READY;
+    });
+    const auto misses = wants.size() - (size_t) ready;
+    add64(counters.hits, (uint64_t) ready);
+    add64(counters.misses, misses);
+    if (misses != 0) {
+        add64(control().cuts, 1);
+    }
+    if (!in_slots) {
+        add64(counters.streamed, misses);
+        return Held::some;
+    }
+    if (misses == 0) {
+        return Held::slots;
     }
     const auto started = std::chrono::steady_clock::now();
-    const bool ok = loader->load(need.layer, missing);
+    const bool ok = loader->load(need.layer, wants);
     const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - started);
-    add64(moe_l2_layer_at(arena, need.layer)->counters.load_ns, (uint64_t) ns.count());
-    add64(control().cuts, 1);
+    add64(counters.load_ns, (uint64_t) ns.count());
     if (!ok) {
         GGML_LOG_ERROR("moe-l2: %s\n", loader->error().c_str());
+        release(need.layer, wants);
+        return Held::failed;
     }
-    return ok;
+    return Held::slots;
 }
 
 } // namespace moe_l2

@@ -56,12 +56,21 @@ class Experts {
 
     /* Idempotent. False with a logged reason if the model cannot be computed through an arena. */
     bool open();
-    /* Every expert of the layer is resident. */
+    /* Every expert of the layer is resident, expert i in slot i. */
     bool complete(uint32_t layer) const;
-    /* Count one use of a layer; make what it needs resident. False: an expert could not be read (logged). */
-    bool need(const Need & need);
+    /* The layer has a slot for each expert, so that slots and experts have the same numbers. */
+    bool has_all_slots(uint32_t layer) const;
+
+    enum class Held { slots, some, failed };
+    /* Count one use of a layer and hold what it needs in slots, loading what is missing. Held::some: it needs more
+     * than there are slots, only what is resident is held and the rest has slot -1. Held::failed: logged. */
+    Held hold(const Need & need, std::vector<moe_l2_want> & wants);
+    void release(uint32_t layer, const std::vector<moe_l2_want> & wants);
     /* Count one use of a layer that was complete before the graph ran. */
     void used(const Need & need);
+    /* Room for streaming experts past the slots. */
+    uint8_t * staging();
+    Loader & reader() { return *loader; }
 
     void computing(bool on);
     moe_l2_control & control();
@@ -73,19 +82,18 @@ class Experts {
     bool choose_layouts();
     bool fill();
     void arrange(uint32_t layer, uint32_t kind, const uint8_t * raw, uint8_t * slot);
-    void count(const Need & need, bool missing_too);
+    void count(const Need & need);
 
     std::vector<std::unique_ptr<ExpertTensor>> tensors;
     MappedFiles mapped;
     moe_l2_arena * arena = nullptr;
     std::unique_ptr<Loader> loader;
-    Files files;
+    Files files; /* ours to close */
     enum class State { closed, open, failed } state = State::closed;
     std::vector<std::vector<ExpertTensor *>> by_layer; /* [layer][kind], nullptr where there is none */
 
     /* what count() found in the last graph node it looked at */
     std::vector<uint32_t> distinct;
-    std::vector<uint32_t> missing;
     std::vector<uint8_t> seen;
 };
 

@@ -31,6 +31,8 @@ Settings read() {
     s.arena_fd = number("MOE_L2_ARENA_FD", 3, 1 << 20, -1);
     s.control_fd = number("MOE_L2_CONTROL_FD", 3, 1 << 20, -1);
     s.loaders = (unsigned) number("MOE_L2_LOADERS", 1, 64, (int) s.loaders);
+    s.arena_bytes = (uint64_t) number("MOE_L2_ARENA_MIB", 0, 1 << 30, 0) << 20;
+    s.direct = number("MOE_L2_DIRECT_IO", 0, 1, 0) == 1;
     s.preload = number("MOE_L2_PRELOAD", 0, 1, 0) == 1;
     s.repack = number("MOE_L2_REPACK", 0, 1, 1) == 1;
     return s;

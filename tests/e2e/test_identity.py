@@ -37,13 +37,24 @@ def test_logits_are_bit_equal(tmp_path: Path, kind: str, repack: int) -> None:
     assert repacked == (6 if kind == "q4_k" and repack and has_avx2() else 0)
 
 
+@pytest.mark.parametrize("percent", [50, 25, 0])
+@pytest.mark.parametrize("kind", ["q4_k", "q8_0"])
+def test_logits_are_bit_equal_under_pressure(tmp_path: Path, kind: str, percent: int) -> None:
+    """With room for half, a quarter, or the least number of experts that works, not one bit of the logits changes."""
+    model = tmp_path / "model.gguf"
+    write_model(model, SHAPES["tiny"], kind, DEMO_MODEL)
+    gate = [str(NATIVE_DIR / "tests/test_identity"), str(model), str(PLUGIN), f"percent={percent}"]
+    done = subprocess.run(gate, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def has_avx2() -> bool:
     """On x86-64 llama.cpp repacks Q4_K from AVX2 on, and never Q8_0."""
     return "avx2" in Path("/proc/cpuinfo").read_text()
 
 
 def test_perplexity_is_equal_to_every_digit(tmp_path: Path) -> None:
-    """llama-perplexity prints the same value with the plug-in as without."""
+    """llama-perplexity prints the same value with the plug-in as without, also with an arena of 8 of 17 MB."""
     text = tmp_path / "text"
     text.write_text((ROOT / "LICENSE").read_text() + (ROOT / "tools/demo_model/corpus.py").read_text())
     command = [
@@ -60,15 +71,15 @@ def test_perplexity_is_equal_to_every_digit(tmp_path: Path) -> None:
         "4",
     ]
     found = []
-    for plugin in (None, PLUGIN):
+    for plugin, mib in ((None, 0), (PLUGIN, 0), (PLUGIN, 8)):
         env = {key: value for key, value in os.environ.items() if not key.startswith("GGML_")}
         if plugin:
-            env["GGML_BACKEND_PATH"] = str(plugin)
+            env |= {"GGML_BACKEND_PATH": str(plugin), "MOE_L2_ARENA_MIB": str(mib)}
         done = subprocess.run([*command, "--load-mode", "mmap"], env=env, capture_output=True, timeout=300)
         output = (done.stdout + done.stderr).decode(errors="replace")  # its debug output cuts characters in two
         assert ("loaded MOE_L2 backend" in output) == (plugin is not None)
         found.append(re.search(r"Final estimate: PPL = ([\d.]+ \+/- [\d.]+)", output)[1])  # type: ignore[index]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.fixture

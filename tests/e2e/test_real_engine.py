@@ -156,3 +156,19 @@ def test_embeddings_beside_chat(short_dir: Path) -> None:
         assert len(vectors) == 2
         assert vectors[0] != vectors[1]
         assert daemon.post("/v1/chat/completions", chat("写一首诗。", max_tokens=8))[0] == 200
+
+
+def test_small_arena_gives_the_same_answers(short_dir: Path) -> None:
+    """With room for a third of the experts the answers are the same, within the memory that was allowed."""
+    answers = []
+    for arena in ("all", "6MB"):
+        with live(short_dir, memory={"arena": arena}) as daemon:
+            daemon.wait_ready()
+            texts = [daemon.post("/v1/chat/completions", chat(text)) for text in ("写一首诗。", "Solve 3x + 4 = 19.")]
+            answers.append([answer["choices"][0]["message"]["content"] for status, answer in texts if status == 200])
+            counters = daemon.arena()
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 2
+    assert counters["evictions"] > 0
+    assert counters["slots"] < counters["experts"]
+    assert counters["arena_bytes"] <= 6_000_000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_l2d.arena import layout, preload
-from moe_l2d.arena.arena import Arena, EngineAttached, Library, WrongModel
+from moe_l2d.arena.arena import Arena, EngineAttached, Library, Want, WrongModel, limits
 from moe_l2d.errors import EngineError
 from moe_l2d.model.gguf_facts import ExpertTensor, ModelFacts, read
 from tests.conftest import native_dir, write_gguf
@@ -83,8 +83,10 @@ def test_load_shows_in_the_counters(library: Library, arena: Arena) -> None:
     """A load that ended well makes the expert resident, in states and counters."""
     engine = Arena.attach(library, *arena.fds)
     library.check(library.c.moe_l2_engine_attach(engine._handle), "attach")
-    assert library.c.moe_l2_begin_load(engine._handle, 1, 3) == 1
-    library.check(library.c.moe_l2_end_load(engine._handle, 1, 3, 1, 1000), "end")
+    want = Want(3, -1, 0)
+    library.check(library.c.moe_l2_acquire(engine._handle, 1, want, 1), "acquire")
+    assert (want.slot, want.action) == (3, 1)
+    library.check(library.c.moe_l2_end_load(engine._handle, 1, want.slot, 1, 1000), "end")
     engine.close()
     assert arena.states()[1].tolist() == [0, 0, 0, layout.READY]
     counters = arena.counters()
@@ -122,3 +124,23 @@ def test_describe_needs_experts(library: Library) -> None:
         Arena.create(library, (), b"\0" * 32)
     with pytest.raises(EngineError):
         Arena.create(library, (ExpertTensor(0, 9, 4, 0, 0, 0, 64),), b"\0" * 32)
+
+
+def test_capacity_is_kept(library: Library, facts: ModelFacts) -> None:
+    """An arena of a given capacity has that many bytes at most, and fewer slots than experts; too little is refused."""
+    least, most = limits(library, facts.experts)
+    assert least < most or most == least
+    with pytest.raises(EngineError, match="capacity"):
+        Arena.create(library, facts.experts, facts.fingerprint, 4096)
+    whole = Arena.create(library, facts.experts, facts.fingerprint, most)
+    assert whole.counters().slots == whole.counters().experts
+    whole.close()
+
+
+def test_pins_reach_the_library(arena: Arena) -> None:
+    """Pins are set a layer at a time, and counted by their generation."""
+    arena.set_pins(0, [1, 0, 0, 5])
+    arena.set_pins(1, [0, 0, 0, 0])
+    assert int(arena._control["pin_generation"][0]) == 2
+    with pytest.raises(EngineError, match="pin experts of layer 9"):
+        arena.set_pins(9, [1])

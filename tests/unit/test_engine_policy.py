@@ -87,7 +87,7 @@ def test_environment_is_small() -> None:
                         arena_fds=(7, 8))
     assert moe.env == {
         "PATH": "/bin", "GGML_BACKEND_PATH": "/n/libggml-moe-l2.so", "MOE_L2_ARENA_FD": "7", "MOE_L2_CONTROL_FD": "8",
-        "MOE_L2_LOADERS": "4", "MOE_L2_REPACK": "0",
+        "MOE_L2_LOADERS": "4", "MOE_L2_REPACK": "0", "MOE_L2_DIRECT_IO": "0",
     }  # fmt: skip
     assert moe.pass_fds == (7, 8)
 

@@ -18,7 +18,7 @@ from moe_l2d.request import RequestRecord
 from moe_l2d.stats import Stats
 
 FACTS = ModelFacts((Path("/m/x.gguf"),), "a", "n", 1024, 4, 1, (), b"")
-COUNTERS = Counters(10, 8, 2, 0, 500, 2, 1, 10**9, 4, 4096, 400, 200, 3, 30, 1, 0, True, 0, 5, 1, "file")
+COUNTERS = Counters(10, 8, 2, 0, 500, 2, 1, 1, 0, 0, 10**9, 4, 4, 4096, 400, 200, 3, 30, 1, 0, True, 0, 5, 1, "file")
 
 
 def record(**more: Any) -> RequestRecord:
