@@ -45,6 +45,7 @@ class HttpCall:
         self._model = model
         self._task = task
         self._left = False
+        self._asks_stream = False
         self._meter: sse.Meter | None = None
 
     # --- asked by the listener's watch
@@ -96,10 +97,13 @@ class HttpCall:
     def understand(self, body: bytes | None) -> Request:
         coded = self._http.headers.get("Content-Encoding", "identity").lower() != "identity"
         asked = Asked() if coded or not self._route.json else openai.understand(body or b"", self._model)
+        self._asks_stream = asked.stream
         return Request(self.id, self.path, asked.model, asked.stream, self.started)
 
     def headers_for_engine(self, body: bytes | None) -> passthrough.Headers:
-        return passthrough.request_headers(self._http.headers.items(), None if body is None else len(body))
+        # llama-server closes the connection behind a stream and does not say so: the next request would be lost
+        length = None if body is None else len(body)
+        return passthrough.request_headers(self._http.headers.items(), length, closing=self._asks_stream)
 
     async def begin(self, answer: aiohttp.ClientResponse) -> None:
         headers: CIMultiDict[str] = CIMultiDict(passthrough.answer_headers(answer.headers.items()))

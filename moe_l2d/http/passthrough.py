@@ -22,8 +22,11 @@ _NOT_TO_ENGINE = HOP_BY_HOP | {"content-length", "expect"}
 Headers = list[tuple[str, str]]
 
 
-def request_headers(headers: Iterable[tuple[str, str]], body_bytes: int | None) -> Headers:
-    """For the engine. The body was read whole, so its length (None: there is no body) replaces any framing."""
+def request_headers(headers: Iterable[tuple[str, str]], body_bytes: int | None, closing: bool = False) -> Headers:
+    """For the engine. The body was read whole, so its length (None: there is no body) replaces any framing.
+
+    `closing`: the connection is for this request alone.
+    """
     pairs = list(headers)
     dropped = _NOT_TO_ENGINE | _named_by_connection(pairs)
     # aiohttp's client loses one of two headers whose names differ in case only: all take the first's spelling
@@ -31,6 +34,8 @@ def request_headers(headers: Iterable[tuple[str, str]], body_bytes: int | None) 
     kept = [(spelling.setdefault(low, name), value) for name, value in pairs if (low := name.lower()) not in dropped]
     if body_bytes is not None:
         kept.append(("Content-Length", str(body_bytes)))
+    if closing:
+        kept.append(("Connection", "close"))
     return kept
 
 

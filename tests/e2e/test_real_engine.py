@@ -172,3 +172,23 @@ def test_small_arena_gives_the_same_answers(short_dir: Path) -> None:
     assert counters["evictions"] > 0
     assert counters["slots"] < counters["experts"]
     assert counters["arena_bytes"] <= 6_000_000
+
+
+def test_clients_that_hang_up_behind_done_cost_nobody(short_dir: Path) -> None:
+    """Streams whose clients leave at [DONE], one behind the other, are all answered: the engine closes behind each."""
+    body = json.dumps(chat("写一首诗。", max_tokens=2, stream=True))
+    with live(short_dir) as daemon:
+        daemon.wait_ready()
+        for _ in range(100):
+            connection = daemon.connection()
+            try:
+                connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+                with connection.getresponse() as answer:
+                    assert answer.status == 200, answer.read()
+                    for line in answer:
+                        if line.startswith(b"data: [DONE]"):
+                            break
+            finally:
+                connection.close()
+        outcomes = daemon.ctl("stats")["requests"]["outcomes"]
+        assert outcomes == {"ok": 100, "client_left": 0, "engine_died": 0, "error": 0}
