@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +35,9 @@ class Client:
                          f"or become a member of the group moe-l2") from None
         except (FileNotFoundError, ConnectionRefusedError):
             self.close()
+            if os.path.exists(path) and not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise NotRunning(f"cannot connect to moe-l2d at '{path}': it is no socket; name its socket with "
+                                 f"--socket") from None
             raise NotRunning(f"cannot connect to moe-l2d at '{path}': it is not running; "
                              f"start it with 'systemctl start moe-l2d', or name its socket with --socket") from None
         except OSError as error:

@@ -116,7 +116,17 @@ class Daemon:
             arena_fds=self._arena.fds if self._arena else None, direct=self._plan.capacity > 0,
         )  # fmt: skip
         (config.runtime_dir / "engine").mkdir(mode=0o700, exist_ok=True)
-        self._engine = Engine(lambda: command_line, config.engine_socket, config.engine.slots, timing(config),
+        files = gguf_facts.identity(facts.paths)
+
+        def start_with() -> command.Command:
+            """The arena holds experts of the files as they were: another file's dense weights do not go with them."""
+            for path, before, now in zip(facts.paths, files, gguf_facts.identity(facts.paths), strict=True):
+                if before != now:
+                    raise EngineError(f"cannot start the engine: model file '{path}' was replaced or changed since "
+                                      f"moe-l2d was started; restart moe-l2d to serve the new one")
+            return command_line
+
+        self._engine = Engine(start_with, config.engine_socket, config.engine.slots, timing(config),
                               graphs=self._graphs)
         self._stats = Stats()
         named = dataclasses.replace(config.model, path=str(path), name=self._name)

@@ -88,6 +88,10 @@ class Call(Protocol):
     def is_whole(self) -> bool:
         """The client has got the last of a stream; it may hang up then."""
 
+    @property
+    def is_error(self) -> bool:
+        """The engine said, in the middle of a stream, that it failed."""
+
     def usage(self) -> Usage: ...
 
 
@@ -117,7 +121,7 @@ class Pipeline:
             self._stats.begin()
         try:
             await self._live(call, times)
-            outcome = "ok" if (call.status or 0) < 400 else "error"
+            outcome = "ok" if (call.status or 0) < 400 and not call.is_error else "error"
         except ClientLeft:
             outcome = "ok" if call.is_whole else "client_left"
         except MoeError as error:
@@ -202,7 +206,7 @@ class Pipeline:
         while status.generation == generation and status.phase is Phase.READY and time.monotonic() < end:
             await asyncio.sleep(0.02)
             status = self._engine.status
-        reason = status.detail or str(error) or type(error).__name__
+        reason = status.detail or "it closed the connection"
         return EngineDied(f"cannot finish the request: the engine {what}: {reason}; try again")
 
     async def _fail(self, call: Call, error: MoeError) -> None:
@@ -237,7 +241,7 @@ class Pipeline:
         level = logging.INFO if call.takes_slot else logging.DEBUG
         log.log(
             level, "request %s: %s %s, status %d, %s, %.3f s, %s prompt and %s generated tokens", call.id, call.method,
-            call.path, record.status, outcome, record.total_s, record.prompt_tokens, record.generated_tokens,
+            call.path, record.status, outcome, record.total_s, record.prompt_tokens or 0, record.generated_tokens or 0,
         )  # fmt: skip
 
     def reconfigure(self, server: Server) -> None:

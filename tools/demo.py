@@ -126,6 +126,8 @@ def running_service() -> Iterator[Service]:
             )
         yield Service(process, port, folder)
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second Ctrl+C must not leave half of it behind
+            signal.signal(number, signal.SIG_IGN)
         if process is not None:
             stop(process)
         shutil.rmtree(folder, ignore_errors=True)

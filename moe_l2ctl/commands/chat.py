@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moe_l2ctl import format
+from moe_l2ctl.arguments import amount
 from moe_l2ctl.client import Client
 from moe_l2d.errors import BadRequest, EngineError, MoeError, NotFound, NotRunning, QueueFull, Timeout, TooLarge
 
@@ -23,10 +24,10 @@ _BY_STATUS: dict[int, type[MoeError]] = {
 
 def register(commands: Any, common: argparse.ArgumentParser) -> None:
     p = commands.add_parser("chat", parents=[common], help="ask the model one thing and print its answer as it comes")
-    p.add_argument("text", metavar="TEXT", help="what to ask; - reads it from standard input")
+    p.add_argument("text", metavar="TEXT", nargs="+", help="what to ask; - reads it from standard input")
     p.add_argument("--system", metavar="TEXT", help="a system message to go before it")
     p.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
-    p.add_argument("--temperature", type=float, metavar="T", help="0 is the same answer every time")
+    p.add_argument("--temperature", type=amount, metavar="T", help="0 is the same answer every time")
     p.add_argument("--url", metavar="URL", help="of the HTTP API (default: asked from the daemon)")
     p.set_defaults(run=run)
 
@@ -68,7 +69,9 @@ def _address(socket_path: str) -> str:
 
 
 def _body(args: argparse.Namespace) -> dict[str, Any]:
-    text = sys.stdin.read() if args.text == "-" else args.text
+    text = sys.stdin.read() if args.text == ["-"] else " ".join(args.text)
+    if not text.strip():
+        raise BadRequest("cannot chat: TEXT is empty; say what to ask")
     messages = [{"role": "system", "content": args.system}] if args.system else []
     body: dict[str, Any] = {"messages": [*messages, {"role": "user", "content": text}], "stream": True}
     if args.max_tokens is not None:

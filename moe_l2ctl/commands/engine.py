@@ -23,5 +23,5 @@ def register(commands: Any, common: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with Client(args.socket) as client:
         answer = client.call("engine.restart")
-    print(format.to_json(answer) if args.json else "the engine is restarted; 'moe-l2ctl wait-ready' waits for it")
+    print(format.to_json(answer) if args.json else "the engine is being restarted; 'moe-l2ctl wait-ready' waits for it")
     return 0

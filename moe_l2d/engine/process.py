@@ -22,7 +22,7 @@ from moe_l2d.engine import backoff, spawn, watchdog
 from moe_l2d.engine.client import EngineClient, Health
 from moe_l2d.engine.command import Command
 from moe_l2d.engine.state import EngineStatus, Phase
-from moe_l2d.errors import EngineNotReady
+from moe_l2d.errors import EngineNotReady, MoeError
 
 log = logging.getLogger("moe_l2d.engine")
 
@@ -30,6 +30,8 @@ log = logging.getLogger("moe_l2d.engine")
 PROBE_EVERY_S = 0.05
 # The first quiet part of stall_s after which /slots is asked, as a share of it.
 ASK_SHARE = 1 / 3
+# Requests do not wait for an engine that has failed so often in a row.
+HOPELESS_AFTER = 4
 # The longest pause between two sights of the stall watchdog, and the shortest.
 WATCH_MOST_S, WATCH_LEAST_S = 2.0, 0.05
 
@@ -66,6 +68,8 @@ class Engine:
         self._changed = asyncio.Event()
         self._asked = asyncio.Event()  # stop() or restart() was called
         self._stop_wanted = False
+        self._failures = 0  # in a row
+        self._last_failure = ""
         self._active = 0
         self._last_progress = 0.0
         self._ended_at_ready_for: float | None = None
@@ -93,6 +97,9 @@ class Engine:
                 return
             if self._stop_wanted or status.phase is Phase.FAILED:
                 raise EngineNotReady(_not_ready(status))
+            if self._failures >= HOPELESS_AFTER:
+                raise EngineNotReady(f"cannot serve the request: the engine failed {self._failures} times in a row: "
+                                     f"{self._last_failure}")
             try:
                 await asyncio.wait_for(changed.wait(), max(0.0, end - time.monotonic()))
             except TimeoutError:
@@ -130,7 +137,7 @@ class Engine:
 
     async def run(self) -> None:
         """Own the engine until stop(). Cancelling it kills the engine, too."""
-        failures = 0
+        self._failures = 0
         try:
             while not self._stop_wanted:
                 self._asked.clear()
@@ -139,12 +146,14 @@ class Engine:
                     break
                 self._status = replace(self._status, restarts=self._status.restarts + 1)
                 if end.wanted:
-                    failures = 0
+                    self._failures = 0
                     continue
-                failures = backoff.count_failure(failures, self._ended_at_ready_for)
-                pause = backoff.delay_s(failures, self.timing.backoff_s, self.timing.backoff_max_s)
+                self._failures = backoff.count_failure(self._failures, self._ended_at_ready_for)
+                self._last_failure = end.why
+                pause = backoff.delay_s(self._failures, self.timing.backoff_s, self.timing.backoff_max_s)
                 if self._status.phase is Phase.FAILED:
                     pause = self.timing.backoff_max_s
+                    self._set(Phase.FAILED, detail=f"{end.why}; it is tried again in {pause:g} s")
                 else:
                     self._set(Phase.BACKOFF, detail=f"{end.why}; it is started again in {pause:g} s")
                 with contextlib.suppress(TimeoutError):
@@ -174,7 +183,11 @@ class Engine:
         # llama-server never unlinks its socket, and does not start over a stale one
         self._socket_path.unlink(missing_ok=True)
         self.output = spawn.EngineLog()
-        command = self._make_command()
+        try:
+            command = self._make_command()
+        except MoeError as error:
+            self._set(Phase.FAILED, detail=str(error), pid=None)
+            return _End(self._status.detail, wanted=False)
         try:
             process = await spawn.spawn(command)
         except OSError as error:
@@ -198,7 +211,8 @@ class Engine:
 
     async def _close_down(self, process: Process, pump: asyncio.Task[None], why: str) -> _End:
         if self._asked.is_set():
-            self._set(Phase.STOPPING)
+            why = "moe-l2d is stopping" if self._stop_wanted else "it is being restarted, as was asked for"
+            self._set(Phase.STOPPING, detail=why)
             how = await spawn.end(process, self.timing.term_s)
             log.info("engine: pid %d %s", process.pid, how)
             return _End("", wanted=True)
@@ -219,6 +233,7 @@ class Engine:
             health = await self._client.health()
             if health is Health.READY:
                 took = time.monotonic() - began
+                self.output.serving = True
                 self._set(Phase.READY)
                 log.info("engine: ready after %.1f s", took)
                 return ""

@@ -18,7 +18,8 @@ log = logging.getLogger("moe_l2d.engine")
 
 PR_SET_PDEATHSIG = 1
 # How long the engine may take after SIGTERM. It never ends by itself while requests are deferred inside it.
-TERM_S = 8.0
+# It has nothing to save, and one that generates may hang on SIGTERM, its clients with it.
+TERM_S = 2.0
 # How long the kernel may take to end and reap it after SIGKILL; longer means it hangs in a driver.
 KILL_S = 10.0
 # Under memory pressure the kernel takes the engine before the daemon, which can start it again.
@@ -26,6 +27,11 @@ OOM_SCORE_ADJ = 500
 KEPT_LINES = 20
 MAX_LINE = 4000
 _HARMLESS = re.compile(r"^\S+ [ID] ")  # llama.cpp's levels
+# Once it serves, its words may quote a request. Only these are about itself: our plug-in's, ggml's, the C++ run time's.
+_OF_ITSELF = re.compile(r"moe-l2: |GGML_ASSERT|\bggml_|\bCUDA error|^terminate called|std::bad_alloc|out of memory")
+_OF_REQUESTS = re.compile(r"^\S+ [IWED] (srv|slot|que|res|chat|http)\b|exception")
+_PLUGIN = re.compile(r"(?:^| )([IWE])? ?(moe-l2: .*)")
+_LEVELS = {"W": logging.WARNING, "E": logging.ERROR}
 _TELLING = re.compile(r"(?i:\b(error|failed|fatal|abort|cannot|couldn't|unable|invalid)\b)|GGML_ASSERT|(^|\s)E ")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -99,14 +105,25 @@ def how_ended(code: int | None) -> str:
 
 
 class EngineLog:
-    """The engine's output: each line goes to the log, the last ones are kept to explain its end."""
+    """The engine's output: what it says of itself goes to the log, the last lines are kept to explain its end.
+
+    While it serves, it also says what is wrong with requests, in their own words: these lines go nowhere, since no
+    prompt may be logged or shown.
+    """
 
     def __init__(self) -> None:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.serving = False
 
     def add(self, line: str) -> None:
+        if self.serving and (_OF_REQUESTS.search(line) or not _OF_ITSELF.search(line)):
+            return
         self.lines.append(line)
-        log.debug("engine: %s", line)
+        ours = _PLUGIN.search(line)
+        if ours is not None:
+            log.log(_LEVELS.get(ours[1], logging.DEBUG), "engine: %s", ours[2])
+        else:
+            log.debug("engine: %s", line)
 
     @property
     def reason(self) -> str:

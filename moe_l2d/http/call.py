@@ -164,6 +164,10 @@ class HttpCall:
     def is_whole(self) -> bool:
         return self._meter is not None and self._meter.done
 
+    @property
+    def is_error(self) -> bool:
+        return self._meter is not None and self._meter.failed
+
     def usage(self) -> Usage:
         return Usage() if self._meter is None else self._meter.usage()
 

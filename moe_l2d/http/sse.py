@@ -13,6 +13,7 @@ from moe_l2d.request import Usage
 
 CONTENT_TYPE = "text/event-stream"
 DONE = b"data: [DONE]"
+_ERROR_EVENT = (b'data: {"error":', b'error: {', b'data: {"type":"error"')
 # The counts stand at the end of an event or body, so the end is all that is kept of a long one.
 KEPT_BYTES = 16 * 1024
 
@@ -66,6 +67,7 @@ class Meter:
         self._first_counts = b""
         self._last_counts = b""
         self.events = 0  # that carried data, [DONE] left out
+        self.failed = False  # an event or body that is an error went by
         self.done = False  # [DONE] went by: the client has all of the answer
 
     @property
@@ -85,6 +87,7 @@ class Meter:
             if event.startswith(b":"):
                 continue
             self.events += 1
+            self.failed = self.failed or event.startswith(_ERROR_EVENT)
             if b'"usage":' in event or b'"timings":' in event:
                 self._first_counts = self._first_counts or event
                 self._last_counts = event

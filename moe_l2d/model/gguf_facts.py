@@ -134,6 +134,19 @@ def read(path: Path) -> ModelFacts:
     )
 
 
+def identity(paths: Iterable[Path]) -> list[tuple[int, ...]]:
+    """What changes when a file is replaced or written to: device, inode, size, time of change; (0,) if it is gone."""
+    found: list[tuple[int, ...]] = []
+    for path in paths:
+        try:
+            s = path.stat()
+        except OSError:
+            found.append((0,))
+            continue
+        found.append((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns))
+    return found
+
+
 def kv_bytes(architecture: str, keys: Mapping[str, Any]) -> int:
     """Bytes that one token takes in the KV cache: 2 for each value of each head's key and value, in every block.
 

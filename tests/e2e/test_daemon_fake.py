@@ -100,6 +100,18 @@ def test_failing_engine_backs_off(daemon: LiveDaemon, fake_engine: FakeInstall) 
     assert "the engine ended with status 1: E fake engine: start 1 fails as told" in daemon.text
 
 
+def test_nobody_waits_for_a_hopeless_engine(daemon: LiveDaemon, fake_engine: FakeInstall) -> None:
+    """Once the engine has failed four times in a row, a request gets 503 with the reason instead of waiting for it."""
+    fake_engine.set(die_starts=1000)
+    daemon.start(ready=False)
+    wait_until(lambda: fake_engine.starts >= 5)
+    began = time.monotonic()
+    answer = daemon.post()
+    assert answer.status == 503
+    assert "fails as told" in answer.read().decode()
+    assert time.monotonic() - began < 5
+
+
 def test_engine_death_ends_a_stream_with_an_error(daemon: LiveDaemon, fake_engine: FakeInstall) -> None:
     """An engine that dies in a stream ends it with an error event; never with [DONE]."""
     fake_engine.set(die_after=3)

@@ -192,3 +192,33 @@ def test_clients_that_hang_up_behind_done_cost_nobody(short_dir: Path) -> None:
                 connection.close()
         outcomes = daemon.ctl("stats")["requests"]["outcomes"]
         assert outcomes == {"ok": 100, "client_left": 0, "engine_died": 0, "error": 0}
+
+
+def test_replaced_model_is_not_mixed_with_old_experts(short_dir: Path) -> None:
+    """A model file that was replaced under the daemon is not served with the experts of the old one: it says so."""
+    model = short_dir / "model.gguf"
+    model.write_bytes(DEMO_MODEL.read_bytes())
+    with live(short_dir, model) as daemon:
+        daemon.wait_ready()
+        other = short_dir / "other.gguf"
+        other.write_bytes(DEMO_MODEL.read_bytes())
+        other.rename(model)
+        daemon.ctl("engine", "restart")
+        status = wait_until(lambda: (s := daemon.ctl("status"))["engine"]["phase"] == "failed" and s, 15)
+        assert "was replaced" in status["engine"]["detail"]
+        code, answer = daemon.post("/v1/chat/completions", chat("Hello"))
+        assert code == 503
+        assert "was replaced" in answer["error"]["message"]
+
+
+def test_restart_in_a_stream_is_quick_and_says_why(short_dir: Path) -> None:
+    """An engine that is restarted while it generates is gone within seconds, and its client is told the reason."""
+    with live(short_dir) as daemon:
+        daemon.wait_ready()
+        with streaming(daemon) as answer:
+            asked = time.monotonic()
+            daemon.ctl("engine", "restart")
+            rest = answer.read().decode()
+        assert time.monotonic() - asked < 5
+        assert "restarted, as was asked for" in rest.rpartition("data: ")[2]
+        daemon.wait_ready()

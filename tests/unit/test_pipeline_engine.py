@@ -145,3 +145,21 @@ def test_no_prompt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         run_loop(run())
     assert "status 200, ok" in caplog.text
     assert "hidden" not in caplog.text
+
+
+def test_an_error_event_of_the_engine_is_an_error() -> None:
+    """A stream in which the engine says that it failed passes unchanged, and is accounted as an error."""
+
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        response = await start_stream(request)
+        await response.write(event("a") + b'data: {"error":{"code":500,"message":"Compute error."}}\n\n')
+        return response
+
+    async def run() -> None:
+        async with rig(handler) as r:
+            _, _, body = await fetch(r.post())
+            assert body.endswith(b'"Compute error."}}\n\n')
+            await until(lambda: r.stats.records)
+            assert [x.outcome for x in r.stats.records] == ["error"]
+
+    run_loop(run())
