@@ -101,7 +101,7 @@ CONTROL = np.dtype(
         ("preload_generation", "u4"),
         ("preload_mib_per_s", "u4"),
         ("pin_generation", "u4"),
-        ("clean", "u4"),
+        ("reserved", "u4"),
         ("active", "u4"),
         ("bypassed", "u4"),
         ("graphs", "u8"),

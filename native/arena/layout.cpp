@@ -397,7 +397,7 @@ const char * moe_l2_layout_text(void) {
         FIELD(moe_l2_control, control_bytes) + FIELD(moe_l2_control, arena_bytes) + FIELD(moe_l2_control, layers_offset) +
         FIELD(moe_l2_control, expert_bytes_total) + FIELD(moe_l2_control, staging_offset) + FIELD(moe_l2_control, staging_bytes) + FIELD(moe_l2_control, fingerprint) + FIELD(moe_l2_control, table_lock) +
         FIELD(moe_l2_control, engine_pid) + FIELD(moe_l2_control, engine_epoch) + FIELD(moe_l2_control, preload_generation) +
-        FIELD(moe_l2_control, preload_mib_per_s) + FIELD(moe_l2_control, pin_generation) + FIELD(moe_l2_control, clean) +
+        FIELD(moe_l2_control, preload_mib_per_s) + FIELD(moe_l2_control, pin_generation) + FIELD(moe_l2_control, reserved) +
         FIELD(moe_l2_control, active) + FIELD(moe_l2_control, bypassed) +
         FIELD(moe_l2_control, graphs) + FIELD(moe_l2_control, tokens) + FIELD(moe_l2_control, graph_ns) +
         FIELD(moe_l2_control, cuts) +

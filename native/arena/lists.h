@@ -86,6 +86,16 @@ class Lists {
         store_state(s.state, MOE_L2_LOADING);
     }
 
+    /* A LOADING slot whose expert does not come: EMPTY again, held by nobody. */
+    void abandon(int32_t i) {
+        moe_l2_slot & s = slots[i];
+        map[s.expert] = -1;
+        store_state(s.state, MOE_L2_EMPTY);
+        s.expert = -1;
+        s.in_use = 0;
+        push_empty(i);
+    }
+
     /* A use of a READY slot. */
     void touch(int32_t i) {
         moe_l2_slot & s = slots[i];

@@ -98,7 +98,7 @@ void empty_layer(moe_l2_arena * a, moe_l2_layer & layer) {
 }
 
 /* A slot for an absent expert, LOADING and in use, or -1. */
-int32_t make_room(moe_l2_arena * a, moe_l2_layer & layer, Lists & lists, uint32_t expert, bool may_evict, bool spare_pinned) {
+int32_t make_room(moe_l2_arena * a, Lists & lists, uint32_t expert, bool may_evict, bool spare_pinned) {
     int32_t i = lists.pop_empty(expert);
     if (i < 0 && may_evict) {
         i = lists.victim(spare_pinned);
@@ -110,21 +110,16 @@ int32_t make_room(moe_l2_arena * a, moe_l2_layer & layer, Lists & lists, uint32_
         lists.begin(i, expert, a->control->engine_epoch);
         lists.slot(i).in_use = 1;
     }
-    (void) layer;
     return i;
 }
 
 /* Undo what acquire() did for one want. */
-void give_back(moe_l2_layer & layer, Lists & lists, const moe_l2_want & want) {
-    moe_l2_slot & s = lists.slot(want.slot);
-    s.in_use--;
+void give_back(Lists & lists, const moe_l2_want & want) {
     if (want.action == MOE_L2_MUST_LOAD) {
-        store_state(s.state, MOE_L2_EMPTY);
-        s.expert = -1;
-        s.in_use = 0;
-        lists.push_empty(want.slot);
+        lists.abandon(want.slot);
+    } else {
+        lists.slot(want.slot).in_use--;
     }
-    (void) layer;
 }
 
 /* A lock that belongs to this opening of the memfd, not to descriptors that were inherited or duplicated. */
@@ -224,15 +219,12 @@ int moe_l2_acquire(moe_l2_arena * a, uint32_t layer, moe_l2_want * wants, size_t
         if (w.slot >= 0) {
             continue;
         }
-        w.slot = make_room(a, *l, lists, w.expert, true, false);
+        w.slot = make_room(a, lists, w.expert, true, false);
         w.action = MOE_L2_MUST_LOAD;
         if (w.slot < 0) { /* the preload holds too much just now */
             for (size_t u = 0; u < n; u++) {
                 if (wants[u].slot >= 0 && (u < k || wants[u].action != MOE_L2_MUST_LOAD)) {
-                    give_back(*l, lists, wants[u]);
-                    if (wants[u].action == MOE_L2_MUST_LOAD) {
-                        slot_map_of(a->control, *l)[wants[u].expert] = -1;
-                    }
+                    give_back(lists, wants[u]);
                 }
             }
             return MOE_L2_E_FULL;
@@ -294,11 +286,7 @@ int moe_l2_end_load(moe_l2_arena * a, uint32_t layer, int32_t slot, int ok, uint
             store_state(s.state, MOE_L2_READY);
             count_resident(*l);
         } else {
-            slot_map_of(a->control, *l)[s.expert] = -1;
-            store_state(s.state, MOE_L2_EMPTY);
-            s.expert = -1;
-            s.in_use = 0;
-            lists.push_empty(slot);
+            lists.abandon(slot);
         }
     }
     futex_wake_all(&s.state);
@@ -385,7 +373,7 @@ int moe_l2_preload_begin(moe_l2_arena * a, uint32_t * layer, moe_l2_want * want)
     }
     moe_l2_layer & l = *moe_l2_layer_at(a, *layer);
     Lists lists(a->control, l);
-    want->slot = make_room(a, l, lists, want->expert, pins_of(a->control, l)[want->expert] != 0, true);
+    want->slot = make_room(a, lists, want->expert, pins_of(a->control, l)[want->expert] != 0, true);
     want->action = MOE_L2_MUST_LOAD;
     return want->slot >= 0 ? 1 : 0;
 }

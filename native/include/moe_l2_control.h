@@ -132,7 +132,7 @@ struct moe_l2_control {
     uint32_t preload_generation; /* futex; +1 for every change of the preload tables */
     uint32_t preload_mib_per_s;  /* bound on preload reads; 0 = none */
     uint32_t pin_generation;     /* +1 for every change of the pin tables */
-    uint32_t clean;              /* 1 = the last user closed the arena in good order */
+    uint32_t reserved;
     uint32_t active;             /* 1 once the engine has run a graph from this arena: the cache is not inert */
     uint32_t bypassed;           /* expert tensors that the engine computes without the arena (should be 0) */
 
